@@ -1,0 +1,37 @@
+# Every target sets up what it needs in .venv; a machine with Python 3.11+, make and git is enough.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: venv demo test lint bench sglang clean help
+help:
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fullhit needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,lab]'
+	@touch $@
+
+venv: $(STAMP)  ## create .venv with all extras
+
+demo: $(STAMP)  ## play the published workload over mock encoders and print the table
+	$(BIN)/fullhit demo $(ARGS)
+
+test: $(STAMP)  ## unit, property and end-to-end tests (real NATS, real processes)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## one table: figure, budget, ratio
+	$(BIN)/fullhit bench $(ARGS)
+
+sglang: $(STAMP)  ## end to end with unmodified SGLang on the CPU (builds and caches its own environment)
+	$(BIN)/python -m tests.sglang $(ARGS)
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
