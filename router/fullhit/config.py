@@ -1,0 +1,476 @@
+"""Configuration: one tree of typed tables, read from TOML, environment and flags.
+
+Order of strength, weakest first: defaults, the file, environment, flags. Everything is checked before anything
+starts: a value of the wrong type, an unknown name or two settings that cannot both hold end in a `ConfigError`
+that names the place (``pool.default.ratio``) and says what is allowed. A running router therefore never meets a
+half-valid setting.
+
+Usage::
+
+    config = load_config("fullhit.toml", environ=os.environ, flags={"server.listen": "127.0.0.1:8780"})
+    config.server.listen            # Address(host='127.0.0.1', port=8780)
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from fullhit_publisher.identity import normalize_url
+
+__all__ = [
+    "SETTINGS",
+    "Address",
+    "Config",
+    "ConfigError",
+    "EncoderGatewayConfig",
+    "EventsConfig",
+    "FullHitConfig",
+    "HealthConfig",
+    "LogConfig",
+    "PoolConfig",
+    "ServerConfig",
+    "Setting",
+    "WorkerConfig",
+    "effective",
+    "load_config",
+    "parse_address",
+]
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+POLICIES = (
+    "device-aware-weighted",
+    "least-loaded",
+    "round-robin",
+    "random",
+    "power-of-two",
+    "consistent-hash",
+)
+RATIO_ENV = "DYN_ENCODER_CUDA_TO_CPU_RATIO"
+MAX_WORKERS = 65_536
+
+
+class ConfigError(Exception):
+    """The operator's mistake. ``key`` is the dotted path of the setting, empty when the file itself is at fault."""
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(f"{key}: {message}" if key else message)
+        self.key = key
+
+
+class Address(NamedTuple):
+    """Host and port of a listener; port 0 asks the system for a free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+class _Table(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Base of all tables: unknown names are refused, so that a misspelt setting cannot be silently ignored."""
+
+
+class ServerConfig(_Table):
+    """Listeners and limits. Sizes in bytes, times in seconds."""
+
+    listen: str = "127.0.0.1:8780"
+    admin_listen: str = "127.0.0.1:8781"
+    admin_key: str = ""
+    admin_key_file: str = ""
+    max_body_bytes: int = 512 * MIB
+    max_buffered_bytes: int = 4 * GIB
+    max_connections: int = 10_000
+    head_timeout: float = 30.0
+    body_idle_timeout: float = 60.0
+    keepalive_timeout: float = 75.0
+    write_timeout: float = 60.0
+    drain_timeout: float = 30.0
+    loop: str = "auto"
+
+
+class EventsConfig(_Table):
+    """The event plane. ``plane``: ``embedded``, ``embedded:PORT``, a ``nats://`` or ``tls://`` URL, or ``none``."""
+
+    plane: str = "embedded"
+    credentials_file: str = ""
+    plane_grace: float = 5.0
+    doubt_ttl: float = 600.0
+    max_message_bytes: int = 16 * MIB
+    max_key_chars: int = 1024
+    max_buffered_deltas: int = 10_000
+    discover: bool = True
+
+
+class WorkerConfig(_Table):
+    """One worker known from the start."""
+
+    url: str
+    device: str = "cuda"
+    weight: float = 1.0
+    max_inflight: int | None = None
+
+
+class FullHitConfig(_Table):
+    """What to prefer among workers which hold everything: ``gpu`` first, or ``any`` device alike."""
+
+    prefer: str = "gpu"
+
+
+class PoolConfig(_Table):
+    """Workers which are interchangeable. ``ratio`` = requests on a GPU per request on a CPU."""
+
+    role: str = "encode"
+    policy: str = "device-aware-weighted"
+    ratio: int = 8
+    full_hit: FullHitConfig = msgspec.field(default_factory=FullHitConfig)
+    device_ratios: dict[str, int] = msgspec.field(default_factory=dict)
+    max_inflight: int = 128
+    predict: bool = True
+    predicted_capacity_bytes: int = 4 * GIB
+    max_keys: int = 20_000_000
+    max_keys_per_worker: int = 2_000_000
+    max_workers: int = 4_096
+    workers: list[WorkerConfig | str] = msgspec.field(default_factory=list)
+
+
+class EncoderGatewayConfig(_Table):
+    """The seat in front of SGLang encoders. ``aliases`` = how many ``/vN`` prefixes are served."""
+
+    pool: str = "default"
+    aliases: int = 16
+    queue_max: int = 4_096
+    queue_max_bytes: int = 2 * GIB
+    queue_timeout: float = 150.0
+    connect_timeout: float = 2.0
+    encode_timeout: float = 1_800.0
+    follow_timeout: float = 180.0
+    max_attempts: int = 0
+    max_parts: int = 200_000
+    bad_image: str = "auto"
+    upstream_idle_timeout: float = 3.0
+    upstream_max_connections: int = 4_096
+
+
+class HealthConfig(_Table):
+    """Probing of workers: rare, one at a time per worker, patient (a probe may run a real forward)."""
+
+    interval: float = 10.0
+    timeout: float = 30.0
+    misses: int = 3
+    stuck_after: float = 300.0
+    forget_after: float = 600.0
+    path: str = "/health"
+
+
+class LogConfig(_Table):
+    """``format``: ``auto`` (text on a terminal, JSON otherwise), ``json``, ``text``. ``decisions``: who gets a line."""
+
+    level: str = "info"
+    format: str = "auto"
+    decisions: str = "all"
+
+
+class Config(_Table):
+    """The whole of it."""
+
+    server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+    events: EventsConfig = msgspec.field(default_factory=EventsConfig)
+    pool: dict[str, PoolConfig] = msgspec.field(default_factory=lambda: {"default": PoolConfig()})
+    encoder_gateway: EncoderGatewayConfig = msgspec.field(default_factory=EncoderGatewayConfig)
+    health: HealthConfig = msgspec.field(default_factory=HealthConfig)
+    log: LogConfig = msgspec.field(default_factory=LogConfig)
+
+
+class Setting(NamedTuple):
+    """One setting that flags and environment can change."""
+
+    flag: str
+    env: str
+    key: str
+    metavar: str
+    help: str
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("--listen", "FULLHIT_LISTEN", "server.listen", "HOST:PORT",
+            "where SGLang's language servers reach the router (default 127.0.0.1:8780)"),
+    Setting("--admin-listen", "FULLHIT_ADMIN_LISTEN", "server.admin_listen", "HOST:PORT",
+            "metrics, health, workers, decisions (default 127.0.0.1:8781)"),
+    Setting("--admin-key-file", "FULLHIT_ADMIN_KEY_FILE", "server.admin_key_file", "FILE",
+            "file with the key that admin requests must carry as a bearer token; needed off loopback"),
+    Setting("--event-plane", "FULLHIT_EVENT_PLANE", "events.plane", "PLANE",
+            "embedded[:PORT] (a NATS server started and stopped with the router, port 4222 unless given, 0 = any), "
+            "nats://HOST:PORT[,HOST:PORT], tls://..., or none (default embedded)"),
+    Setting("--policy", "FULLHIT_POLICY", "pool.default.policy", "NAME", "one of " + ", ".join(POLICIES)),
+    Setting("--ratio", "FULLHIT_RATIO", "pool.default.ratio", "N",
+            f"GPU requests per CPU request of device-aware-weighted (default 8; {RATIO_ENV} is honoured)"),
+    Setting("--max-body-bytes", "FULLHIT_MAX_BODY_BYTES", "server.max_body_bytes", "N",
+            "largest request body (default 536870912)"),
+    Setting("--drain-timeout", "FULLHIT_DRAIN_TIMEOUT", "server.drain_timeout", "SECONDS",
+            "how long SIGTERM waits for requests in flight (default 30)"),
+    Setting("--bad-image", "FULLHIT_BAD_IMAGE", "encoder_gateway.bad_image", "ACTION",
+            "what to do with an inline image that cannot be decoded: auto, reject, substitute, pass (default auto)"),
+    Setting("--loop", "FULLHIT_LOOP", "server.loop", "NAME", "event loop: auto, uvloop, asyncio (default auto)"),
+    Setting("--log-level", "FULLHIT_LOG_LEVEL", "log.level", "LEVEL", "debug, info, warning, error (default info)"),
+    Setting("--log-format", "FULLHIT_LOG_FORMAT", "log.format", "FORMAT", "auto, json, text (default auto)"),
+    Setting("--log-decisions", "FULLHIT_LOG_DECISIONS", "log.decisions", "WHICH",
+            "all, errors, off: which routing decisions get a log line (default all)"),
+)  # fmt: skip
+
+ENCODER_URLS_ENV = "FULLHIT_ENCODER_URLS"
+CONFIG_ENV = "FULLHIT_CONFIG"
+ADMIN_KEY_ENV = "FULLHIT_ADMIN_KEY"
+_OTHER_ENV = frozenset({ENCODER_URLS_ENV, CONFIG_ENV, ADMIN_KEY_ENV, "FULLHIT_ADMIN_URL"})
+"""FULLHIT_ names that are read elsewhere; any other unknown one is reported as a likely spelling mistake."""
+
+
+def parse_address(text: str, key: str) -> Address:
+    """``HOST:PORT`` or ``[IPV6]:PORT``. Raises `ConfigError` naming ``key``."""
+    parts = urlsplit("//" + text)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if port is None or not parts.hostname or parts.path or parts.username:
+        raise ConfigError(f"expected HOST:PORT such as 127.0.0.1:8780, got {text!r}", key)
+    return Address(parts.hostname, port)
+
+
+def load_config(
+    path: str | Path | None = None,
+    *,
+    environ: Mapping[str, str],
+    flags: Mapping[str, str] | None = None,
+    encoder_urls: Sequence[str] = (),
+    warn: list[str] | None = None,
+) -> Config:
+    """Read, merge and check everything. Raises `ConfigError`; remarks that stop nothing are appended to ``warn``."""
+    tree: dict[str, Any] = _read_file(path) if path is not None else {}
+    ratio_set = "ratio" in _table(tree, "pool", "default")
+    for setting in SETTINGS:
+        value = environ.get(setting.env)
+        if flags is not None and flags.get(setting.key) is not None:
+            value = flags[setting.key]
+        if value is not None and value != "":
+            _put(tree, setting.key, value)
+            ratio_set = ratio_set or setting.key == "pool.default.ratio"
+    _merge_urls(tree, environ.get(ENCODER_URLS_ENV, "").replace(",", " ").split())
+    _merge_urls(tree, encoder_urls)
+    if environ.get(ADMIN_KEY_ENV):
+        _put(tree, "server.admin_key", environ[ADMIN_KEY_ENV])
+    try:
+        config = msgspec.convert(tree, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise _from_validation(error) from None
+    if not ratio_set:
+        _ratio_from_dynamo(config, environ, warn)
+    _check(config)
+    if warn is not None:
+        known = {s.env for s in SETTINGS} | _OTHER_ENV
+        warn.extend(f"environment variable {name} is not one of ours; is it misspelt?" for name in sorted(environ)
+                    if name.startswith("FULLHIT_") and name not in known)  # fmt: skip
+    return config
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """The configuration in force as plain data, secrets masked."""
+    data: dict[str, Any] = msgspec.to_builtins(config)
+    if data["server"]["admin_key"]:
+        data["server"]["admin_key"] = "***"
+    plane = urlsplit(config.events.plane.split(",")[0])
+    if plane.password or plane.username:
+        data["events"]["plane"] = re.sub(r"//[^@/,]*@", "//***@", config.events.plane)
+    return data
+
+
+def _read_file(path: str | Path) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _table(tree: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    node: Any = tree
+    for name in names:
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else {}
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    node = tree
+    for name in parents:
+        child = node.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise ConfigError("expected a table", name)
+        node = child
+    node[last] = value
+
+
+def _merge_urls(tree: dict[str, Any], urls: Sequence[str]) -> None:
+    if not urls:
+        return
+    pool = tree.setdefault("pool", {})
+    if not isinstance(pool, dict) or not isinstance(pool.setdefault("default", {}), dict):
+        raise ConfigError("expected a table", "pool")
+    workers = pool["default"].setdefault("workers", [])
+    if not isinstance(workers, list):
+        raise ConfigError("expected a list", "pool.default.workers")
+    workers.extend(urls)
+
+
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$?\.?(?P<path>[^`]*)`)?$", re.S)
+
+
+def _from_validation(error: msgspec.ValidationError) -> ConfigError:
+    """Turn msgspec's message and JSON path into ours."""
+    match = _PATH.match(str(error))
+    what, path = (match["what"], match["path"] or "") if match else (str(error), "")
+    what = what.replace("Object", "table").replace("`", "'")
+    return ConfigError(what[:1].lower() + what[1:], path.replace("[...]", ".*").strip("."))
+
+
+def _ratio_from_dynamo(config: Config, environ: Mapping[str, str], warn: list[str] | None) -> None:
+    """The reference's variable, read once; what it does not accept there (0, text, 2.5) means the default here too."""
+    text = environ.get(RATIO_ENV)
+    if text is None:
+        return
+    if text.isascii() and text.isdigit() and int(text) >= 1:
+        for pool in config.pool.values():
+            pool.ratio = int(text)
+    elif warn is not None:
+        warn.append(f"{RATIO_ENV}={text!r} is not a whole number of at least 1; the default ratio is used")
+
+
+def _check(config: Config) -> None:
+    server = config.server
+    parse_address(server.listen, "server.listen")
+    admin = parse_address(server.admin_listen, "server.admin_listen")
+    if server.admin_key_file:
+        try:
+            server.admin_key = Path(server.admin_key_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {server.admin_key_file}: {error}", "server.admin_key_file") from None
+        if not server.admin_key:
+            raise ConfigError(f"{server.admin_key_file} is empty", "server.admin_key_file")
+    if not admin.loopback and not server.admin_key:
+        raise ConfigError(
+            f"{admin} can be reached from other machines, so a key is needed: set server.admin_key_file "
+            f"(or {ADMIN_KEY_ENV}), or listen on 127.0.0.1",
+            "server.admin_listen",
+        )
+    _one_of(server.loop, ("auto", "uvloop", "asyncio"), "server.loop")
+    _positive(server, "server", ("max_body_bytes", "max_buffered_bytes", "max_connections", "head_timeout",
+                                 "body_idle_timeout", "keepalive_timeout", "write_timeout"))  # fmt: skip
+    if server.max_buffered_bytes < server.max_body_bytes:
+        raise ConfigError("must be at least server.max_body_bytes", "server.max_buffered_bytes")
+    if server.drain_timeout < 0:
+        raise ConfigError("must not be negative", "server.drain_timeout")
+    _check_events(config.events)
+    if not config.pool:
+        raise ConfigError("at least one pool is needed", "pool")
+    for name, pool in config.pool.items():
+        _check_pool(name, pool)
+    gateway = config.encoder_gateway
+    if gateway.pool not in config.pool:
+        raise ConfigError(f"there is no pool {gateway.pool!r}", "encoder_gateway.pool")
+    _one_of(gateway.bad_image, ("auto", "reject", "substitute", "pass"), "encoder_gateway.bad_image")
+    if not 0 <= gateway.aliases <= 1_024:
+        raise ConfigError("must be between 0 and 1024", "encoder_gateway.aliases")
+    if gateway.encode_timeout < 180:
+        raise ConfigError(
+            "must be at least 180: SGLang's own encode may take that long", "encoder_gateway.encode_timeout"
+        )
+    _positive(gateway, "encoder_gateway", ("queue_max", "queue_max_bytes", "queue_timeout", "connect_timeout",
+                                           "follow_timeout", "max_parts", "upstream_idle_timeout",
+                                           "upstream_max_connections"))  # fmt: skip
+    _positive(config.health, "health", ("interval", "timeout", "misses", "stuck_after", "forget_after"))
+    _one_of(config.log.level, ("debug", "info", "warning", "error"), "log.level")
+    _one_of(config.log.format, ("auto", "json", "text"), "log.format")
+    _one_of(config.log.decisions, ("all", "errors", "off"), "log.decisions")
+
+
+def _check_events(events: EventsConfig) -> None:
+    plane = events.plane
+    if plane != "none" and plane != "embedded":
+        if plane.startswith("embedded:"):
+            port = plane.removeprefix("embedded:")
+            if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+                raise ConfigError(f"embedded:PORT needs a port number, got {port!r}", "events.plane")
+        elif urlsplit(plane).scheme not in ("nats", "tls"):
+            raise ConfigError(
+                f"expected embedded, embedded:PORT, nats://..., tls://... or none, got {plane!r}",
+                "events.plane",
+            )
+    _positive(events, "events", ("plane_grace", "doubt_ttl", "max_message_bytes", "max_key_chars",
+                                 "max_buffered_deltas"))  # fmt: skip
+
+
+def _check_pool(name: str, pool: PoolConfig) -> None:
+    key = f"pool.{name}"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+        raise ConfigError("a pool's name has 1 to 64 letters, digits, _ . or -", key)
+    _one_of(pool.role, ("encode",), f"{key}.role")
+    _one_of(pool.policy, POLICIES, f"{key}.policy")
+    _one_of(pool.full_hit.prefer, ("gpu", "any"), f"{key}.full_hit.prefer")
+    if pool.ratio < 1:
+        raise ConfigError("must be a whole number of at least 1", f"{key}.ratio")
+    for device, ratio in pool.device_ratios.items():
+        if ratio < 1:
+            raise ConfigError("must be a whole number of at least 1", f"{key}.device_ratios.{device}")
+    if pool.max_inflight < 0:
+        raise ConfigError("must not be negative (0 = no cap)", f"{key}.max_inflight")
+    _positive(pool, key, ("predicted_capacity_bytes", "max_keys", "max_keys_per_worker", "max_workers"))
+    if pool.max_workers > MAX_WORKERS:
+        raise ConfigError(f"must be at most {MAX_WORKERS}", f"{key}.max_workers")
+    seen: set[str] = set()
+    for place, worker in enumerate(pool.workers):
+        entry = WorkerConfig(url=worker) if isinstance(worker, str) else worker
+        where = f"{key}.workers.{place}"
+        try:
+            entry.url = normalize_url(entry.url)
+        except ValueError as error:
+            raise ConfigError(str(error), where) from None
+        if not 0 < entry.weight < 1e6:
+            raise ConfigError("must be above 0", f"{where}.weight")
+        if entry.url in seen:
+            raise ConfigError(f"{entry.url} is listed twice", where)
+        seen.add(entry.url)
+        pool.workers[place] = entry
+
+
+def _one_of(value: str, allowed: Sequence[str], key: str) -> None:
+    if value not in allowed:
+        raise ConfigError(f"expected one of {', '.join(allowed)}, got {value!r}", key)
+
+
+def _positive(table: _Table, prefix: str, names: Sequence[str]) -> None:
+    for name in names:
+        if not getattr(table, name) > 0:
+            raise ConfigError("must be above 0", f"{prefix}.{name}")
