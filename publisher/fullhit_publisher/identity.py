@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-__all__ = ["MAX_WORKER_ID", "normalize_url", "worker_id_for"]
+__all__ = ["MAX_WORKER_ID", "device_name", "normalize_url", "worker_id_for"]
 
 MAX_WORKER_ID = 2**53 - 1
 """Largest worker id we give out: the largest integer that JSON and Lua readers keep exactly."""
@@ -38,9 +38,7 @@ def normalize_url(url: str) -> str:
     if not isinstance(url, str):
         raise ValueError(f"worker URL must be text, not {type(url).__name__}")
     if not url or len(url) > _MAX_URL_CHARS:
-        raise ValueError(
-            "worker URL is empty" if not url else f"worker URL is over {_MAX_URL_CHARS} characters"
-        )
+        raise ValueError("worker URL is empty" if not url else f"worker URL is over {_MAX_URL_CHARS} characters")
     if not url.isascii() or any(char <= " " or char == "\x7f" for char in url):
         raise ValueError(f"worker URL {url[:80]!r} holds blanks, control or non-ASCII characters")
     try:
@@ -69,6 +67,18 @@ def worker_id_for(name: str) -> int:
     ``MAX_WORKER_ID``.
     """
     return (xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) & MAX_WORKER_ID) or 1
+
+
+def device_name(device: object) -> str:
+    """The kind of a device, from a name or a ``torch.device``: ``"cuda:0"`` is ``"cuda"``, ``"CPU"`` is
+    ``"cpu"``.
+
+    Raises ValueError when no kind is left.
+    """
+    kind = str(device).partition(":")[0].strip().lower()
+    if not re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", kind):
+        raise ValueError(f"{str(device)[:80]!r} names no device; examples are cuda, cuda:0, cpu, xpu")
+    return kind
 
 
 def _host_text(host: str, url: str) -> str:

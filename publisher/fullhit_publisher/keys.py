@@ -131,9 +131,7 @@ def item_key_from_base(base: Key, options: Mapping[str, object], modality: str =
 
     Raises ValueError when the options cannot be written as JSON.
     """
-    chosen = {
-        name: value for name, value in options.items() if value is not None and name not in _IDENTITY_MEMBERS
-    }
+    chosen = {name: value for name, value in options.items() if value is not None and name not in _IDENTITY_MEMBERS}
     if modality != "IMAGE":
         chosen["modality"] = modality
     if not chosen:
