@@ -1,0 +1,386 @@
+"""What the gateway reads from a body: the media items of an ``/encode``, and the few fields of follow-ups.
+
+A body with inline pictures is megabytes of base64 around some hundred bytes of JSON, and every JSON parser
+walks all of it: 1.6 ms at 6 MB for the fastest one, on the loop that also has to answer registrations. So a
+body over 8 KB is parsed as a *skeleton*:
+
+1. Find the strings. Outside of a string each ``"`` opens one, inside of it the first ``"`` behind an even
+   number of backslashes closes it, so hopping from quote to quote at memchr speed tells exactly where the
+   strings lie, whatever else the text is.
+2. A long string without any backslash is the same text escaped and unescaped. It is replaced by a short
+   placeholder; the rest, about 1 KB, goes to msgspec, which judges it in full.
+3. Where a placeholder comes out as an item or as the ``url`` of an item, its key is the hash of the slice,
+   taken in place.
+
+The answer must be that of the full parse, so each doubt leads there: the body has thousands of strings or
+long runs of backslashes, the placeholder's text or any ``\\u`` escape (which could spell it) occurs in what is
+left, a placeholder came out anywhere else (an option, a field we do not know, a duplicate member), or the
+skeleton was refused. The two differ in one way only: excised text is not searched for raw control characters
+and malformed UTF-8, which no base64 holds; the encoder refuses those.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, cast
+
+import msgspec
+
+from fullhit_publisher.keys import Key, item_key, item_key_from_base, text_key
+
+__all__ = [
+    "MODALITIES",
+    "BadBody",
+    "BadItem",
+    "EncodeInfo",
+    "FollowUp",
+    "Registration",
+    "Text",
+    "parse_encode",
+    "parse_follow_up",
+    "parse_registration",
+]
+
+MODALITIES: Final = ("IMAGE", "VIDEO", "AUDIO")
+
+Body = bytes | bytearray | memoryview
+Text = str | memoryview
+"""The text of an inline item: a string after a full parse, a slice of the body (UTF-8) otherwise."""
+
+Inspect = Callable[[Text], str | None]
+"""Told the text of an inline picture; returns what is wrong with it, or None."""
+
+_PLAIN_BYTES: Final = 8 * 1024
+"""Bodies up to here are parsed whole: the detour would not pay."""
+_LONG_BYTES: Final = 2 * 1024
+"""Strings from here on are excised. msgspec reads 2 KB in half a microsecond, an excision costs about one."""
+_MAX_HOPS: Final = 4_096
+"""Quotes looked at before the skeleton gives up: about 0.6 ms of Python at worst. Real bodies have 40 to 200."""
+_MAX_BACKSLASH_RUN: Final = 32
+_MAX_FIELD_CHARS: Final = 4_096
+"""Longest req_id and host: they are kept in tables and put into logs."""
+
+_QUOTE: Final = 0x22
+_BACKSLASH: Final = 0x5C
+_NONCE: Final = secrets.token_hex(8)
+"""Unguessable part of the placeholders; never leaves the process."""
+
+_decode = msgspec.json.Decoder().decode
+
+
+class BadBody(ValueError):
+    """The caller sent a body that cannot be an SGLang request; answer 400.
+
+    ``field`` names the culprit ("body" for the whole), ``req_id`` is "" when it could not be read.
+    """
+
+    def __init__(self, field: str, problem: str, req_id: str = "") -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+        self.req_id = req_id
+
+
+@dataclass(frozen=True, slots=True)
+class BadItem:
+    """An inline picture that no decoder will take: its place in ``mm_items``, and why."""
+
+    index: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeInfo:
+    """All that routing needs of an ``/encode`` body.
+
+    ``keys``: the distinct cache keys in item order; ``sizes``: the same with the bytes of the medium (0 when
+    only its URL is known); ``items``: media items; ``unkeyed``: those for which no key exists.
+    ``num_parts`` and ``part_idx`` are None when the body has none.
+    """
+
+    req_id: str
+    modality: str
+    num_parts: int | None
+    part_idx: int | None
+    prefill_host: str
+    embedding_port: int | tuple[int, ...] | None
+    keys: tuple[Key, ...]
+    sizes: tuple[tuple[Key, int], ...]
+    items: int
+    unkeyed: int
+    bad: tuple[BadItem, ...] = ()
+    parsed: str = "plain"
+    """How: ``plain`` (small body), ``skeleton``, or ``full`` (a doubt)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Body of ``/scheduler_receive_url``: where one scheduler rank wants the embedding pushed."""
+
+    req_id: str
+    receive_url: str
+    receive_count: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """Body of ``/scheduler_receive_meta_data`` or ``/send``. ``host`` is "" when the body names none."""
+
+    req_id: str
+    host: str
+    destination: str
+    """``prefill_host:embedding_port`` of a ``/send``: one destination counts once."""
+    receive_count: int | None
+
+
+def parse_encode(body: Body, inspect: Inspect | None = None) -> EncodeInfo:
+    """Read an ``/encode`` body. ``inspect`` is called with each inline picture (IMAGE only), in item order.
+
+    >>> parse_encode(b'{"req_id": "r1", "mm_items": ["http://h/a.png"], "num_parts": 1}').items
+    1
+
+    Raises BadBody: not JSON, not an object, a field missing or of the wrong type, an unknown modality.
+    """
+    if isinstance(body, memoryview):
+        body = bytes(body)
+    if len(body) <= _PLAIN_BYTES:
+        return _interpret(_load(body), inspect, "plain")
+    skeleton = _cut(body)
+    if skeleton is not None:
+        rest, slices = skeleton
+        try:
+            info = _interpret(_load(rest), inspect, "skeleton", slices)
+        except (_Doubt, BadBody):
+            pass  # The full parse also words the error.
+        else:
+            return info
+    return _interpret(_load(body), inspect, "full")
+
+
+def parse_registration(body: Body) -> Registration:
+    """Read a ``/scheduler_receive_url`` body. Raises BadBody."""
+    top = _object(_load(body))
+    req_id = _req_id(top)
+    url = top.get("receive_url")
+    if not isinstance(url, str) or not 0 < len(url) <= _MAX_FIELD_CHARS:
+        raise BadBody("receive_url", "must be text like host:port", req_id)
+    count = _integer(top, "receive_count", 1, req_id)
+    if count is None:
+        raise BadBody("receive_count", "is missing", req_id)
+    return Registration(req_id, url, count, _host_of(url))
+
+
+def parse_follow_up(body: Body) -> FollowUp:
+    """Read a ``/scheduler_receive_meta_data`` or ``/send`` body. Raises BadBody."""
+    top = _object(_load(body))
+    req_id = _req_id(top)
+    host = _text(top, "prefill_host", req_id)
+    return FollowUp(
+        req_id, host, f"{host}:{top.get('embedding_port')}"[:256], _integer(top, "receive_count", 1, req_id)
+    )
+
+
+class _Doubt(Exception):
+    """The skeleton might read this body otherwise than a parser would."""
+
+
+class _Slices:
+    """The excised strings by their placeholder."""
+
+    __slots__ = ("spans", "used", "view")
+
+    def __init__(self, view: memoryview, spans: dict[str, tuple[int, int]]) -> None:
+        self.view = view
+        self.spans = spans
+        self.used = 0
+
+    def take(self, text: str) -> memoryview | None:
+        """The excised text for which ``text`` stands, or None when it stands for itself."""
+        span = self.spans.get(text)
+        if span is None:
+            return None
+        self.used += 1
+        return self.view[span[0] : span[1]]
+
+
+def _cut(body: bytes | bytearray) -> tuple[bytes, _Slices] | None:
+    """Replace the long strings of a JSON text by placeholders; None when in doubt."""
+    find = body.find
+    view = memoryview(body)
+    pieces: list[bytes | memoryview] = []
+    spans: dict[str, tuple[int, int]] = {}
+    done = 0
+    opening = find(_QUOTE)
+    hops = 0
+    while opening >= 0:
+        closing = find(_QUOTE, opening + 1)
+        while closing > 0 and body[closing - 1] == _BACKSLASH:
+            first = closing - 1
+            while first > opening and body[first - 1] == _BACKSLASH and closing - first <= _MAX_BACKSLASH_RUN:
+                first -= 1
+            if closing - first > _MAX_BACKSLASH_RUN:
+                return None
+            if (closing - first) % 2 == 0:
+                break
+            closing = find(_QUOTE, closing + 1)
+            hops += 1
+        hops += 1
+        if closing < 0 or hops > _MAX_HOPS:
+            return None
+        start = opening + 1
+        if closing - start >= _LONG_BYTES and find(_BACKSLASH, start, closing) < 0:
+            mark = f"@{_NONCE}:{len(spans)}@"
+            spans[mark] = (start, closing)
+            pieces.append(view[done:start])
+            pieces.append(mark.encode())
+            done = closing
+        opening = find(_QUOTE, closing + 1)
+    if not spans:
+        return None
+    pieces.append(view[done:])
+    rest = b"".join(pieces)
+    if rest.count(_NONCE.encode()) != len(spans) or b"\\u" in rest:
+        return None
+    return rest, _Slices(view, spans)
+
+
+def _interpret(top: object, inspect: Inspect | None, parsed: str, slices: _Slices | None = None) -> EncodeInfo:
+    fields = _object(top)
+    req_id = _req_id(fields)
+    items = fields.get("mm_items")
+    if not isinstance(items, list):
+        raise BadBody("mm_items", "is missing" if items is None else "must be a list", req_id)
+    modality = fields.get("modality", "IMAGE")
+    if modality not in MODALITIES:
+        what = repr(modality)[:80] if isinstance(modality, str) else "a value that is no text"
+        raise BadBody("modality", f"expected one of {', '.join(MODALITIES)}, got {what}", req_id)
+    num_parts = _integer(fields, "num_parts", 1, req_id)
+    part_idx = _integer(fields, "part_idx", 0, req_id)
+    prefill_host = _text(fields, "prefill_host", req_id)
+    port = _embedding_port(fields, req_id)
+
+    sizes: dict[Key, int] = {}
+    bad: list[BadItem] = []
+    unkeyed = 0
+    for index, item in enumerate(items):
+        url: object = item.get("url") if isinstance(item, dict) else item
+        text: Text | None = None
+        if isinstance(url, str):
+            text = (slices.take(url) if slices is not None else None) or url
+        key = _key(item, text, modality)
+        if key is None:
+            unkeyed += 1
+        else:
+            sizes[key] = _media_bytes(text)
+        if inspect is not None and text is not None and modality == "IMAGE":
+            problem = inspect(text)
+            if problem is not None:
+                bad.append(BadItem(index, problem))
+    if slices is not None and slices.used != len(slices.spans):
+        raise _Doubt
+    return EncodeInfo(
+        req_id=req_id,
+        modality=modality,
+        num_parts=num_parts,
+        part_idx=part_idx,
+        prefill_host=prefill_host,
+        embedding_port=port,
+        keys=tuple(sizes),
+        sizes=tuple(sizes.items()),
+        items=len(items),
+        unkeyed=unkeyed,
+        bad=tuple(bad),
+        parsed=parsed,
+    )
+
+
+def _key(item: object, text: Text | None, modality: str) -> Key | None:
+    if not isinstance(text, memoryview):
+        return item_key(item, modality)
+    if isinstance(item, dict):
+        if item.get("content_hash") not in (None, "") or item.get("uuid") not in (None, ""):
+            return item_key(item, modality)  # Named otherwise: the URL does not matter.
+        options = item
+    else:
+        options = {}
+    try:
+        return item_key_from_base(text_key(cast(bytes, text)), options, modality)
+    except ValueError:
+        return None
+
+
+def _media_bytes(text: Text | None) -> int:
+    """Bytes of an inline medium (base64 is 4 for 3); 0 for one that is only pointed at."""
+    if text is None:
+        return 0
+    if isinstance(text, str):
+        head = text[:16].encode("utf-8", "surrogatepass")[:16]
+        length = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    else:
+        head, length = bytes(text[:16]), len(text)
+    if head.startswith(b"data:") or (length > _LONG_BYTES and b"://" not in head):
+        return length * 3 // 4
+    return 0
+
+
+def _load(body: Body) -> object:
+    try:
+        return _decode(body)
+    except RecursionError:
+        raise BadBody("body", "JSON is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadBody("body", f"not valid JSON: {error}") from None
+
+
+def _object(top: object) -> dict[str, object]:
+    if not isinstance(top, dict):
+        raise BadBody("body", "must be a JSON object")
+    return top
+
+
+def _req_id(fields: dict[str, object]) -> str:
+    req_id = fields.get("req_id")
+    if not isinstance(req_id, str):
+        raise BadBody("req_id", "is missing" if req_id is None else "must be text")
+    if not 0 < len(req_id) <= _MAX_FIELD_CHARS:
+        raise BadBody("req_id", "is empty" if not req_id else f"is over {_MAX_FIELD_CHARS} characters")
+    return req_id
+
+
+def _text(fields: dict[str, object], name: str, req_id: str) -> str:
+    value = fields.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > _MAX_FIELD_CHARS:
+        raise BadBody(name, "must be text" if not isinstance(value, str) else "is too long", req_id)
+    return value
+
+
+def _integer(fields: dict[str, object], name: str, least: int, req_id: str) -> int | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value < least:
+        raise BadBody(name, f"must be a whole number of at least {least}", req_id)
+    return value
+
+
+def _embedding_port(fields: dict[str, object], req_id: str) -> int | tuple[int, ...] | None:
+    port = fields.get("embedding_port")
+    if port is None:
+        return None
+    if type(port) is int:
+        return port
+    if isinstance(port, list) and all(type(one) is int for one in port):
+        return tuple(port)
+    raise BadBody("embedding_port", "must be a number, a list of numbers or null", req_id)
+
+
+def _host_of(receive_url: str) -> str:
+    """Host of ``host:port`` (an IPv6 address may be bracketed; a scheme is passed over)."""
+    address = receive_url.rpartition("://")[2]
+    host = address.rpartition(":")[0] or address
+    return host.strip("[]").lower()
