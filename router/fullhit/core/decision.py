@@ -1,11 +1,13 @@
-"""What was decided and why, cheap to keep and readable on demand."""
+"""What was decided and why: cheap to keep, readable on demand."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from .explain import render
+from .look import Look
 from .types import Reason, SelectRequest
 from .worker import Ticket, Worker
 
@@ -13,9 +15,13 @@ __all__ = ["Decision", "DecisionLog"]
 
 
 class Decision:
-    """The chosen worker, its ticket, and everything needed to explain the choice."""
+    """The chosen worker, its ticket, and everything needed to explain the choice.
 
-    __slots__ = ("_facts", "at", "id", "reason", "request", "ticket", "worker")
+    `id` counts up per pool (or over all pools that were given one counter); `at` is the pool's clock, in seconds.
+    `ticket` is None for a dry run. Treat it as read-only.
+    """
+
+    __slots__ = ("_look", "at", "id", "reason", "request", "ticket", "worker")
 
     def __init__(
         self,
@@ -25,7 +31,7 @@ class Decision:
         reason: Reason,
         ticket: Ticket | None,
         at: float,
-        facts: Any,
+        look: Look,
     ) -> None:
         self.id = id
         self.request = request
@@ -33,39 +39,78 @@ class Decision:
         self.reason = reason
         self.ticket = ticket
         self.at = at
-        self._facts = facts
+        self._look = look
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
 
+    @property
+    def pool(self) -> str:
+        return self._look.pool
+
+    @property
+    def keys_held(self) -> int:
+        """How many of the request's keys the chosen worker is believed to hold."""
+        by_slot = self._look.by_slot
+        for slot, worker in enumerate(by_slot):
+            if worker is self.worker:
+                return sum(1 for mask in self._look.masks if mask >> slot & 1)
+        return 0
+
     def record(self) -> dict[str, Any]:
-        """JSON-ready account of the decision."""
-        return {"id": self.id, "request_id": self.request_id, "worker": self.worker.id, "reason": str(self.reason)}
+        """JSON-ready account: worker, reason, inputs, at most 16 candidates as they were then, group budget, why.
+
+        The shape is described at `explain.render`.
+        """
+        return {
+            "id": self.id,
+            "pool": self.pool,
+            "request_id": self.request_id,
+            "at": self.at,
+            "worker": self.worker.id,
+            "reason": str(self.reason),
+            **render(self._look, self.request, self.worker, self.reason),
+        }
+
+    def __repr__(self) -> str:
+        return f"<Decision {self.id} {self.pool}: {self.worker.id} {self.reason}>"
+
+
+Filter = Callable[[Decision], bool]
 
 
 class DecisionLog:
-    """The last `capacity` decisions, oldest dropped first."""
+    """The last `capacity` decisions, the oldest dropped first.
+
+    >>> log.latest(20, {"reason": "miss", "worker": "http://127.0.0.1:30001"})    # doctest: +SKIP
+
+    One log may serve several pools if they share a counter of ids (`Pool(ids=...)`).
+    """
 
     def __init__(self, capacity: int = 1000) -> None:
-        self._capacity = capacity
+        if capacity < 1:
+            raise ValueError(f"decision log capacity: {capacity} is below 1")
+        self.capacity = capacity
         self._ring: OrderedDict[int, Decision] = OrderedDict()
 
     def add(self, decision: Decision) -> None:
-        self._ring[decision.id] = decision
-        while len(self._ring) > self._capacity:
-            self._ring.popitem(last=False)
+        ring = self._ring
+        ring[decision.id] = decision
+        if len(ring) > self.capacity:
+            ring.popitem(last=False)
 
     def get(self, id: int) -> Decision | None:
         return self._ring.get(id)
 
-    def latest(self, n: int = 50, filters: Callable[[Decision], bool] | None = None) -> list[Decision]:
-        """Newest first."""
+    def latest(self, n: int = 50, filters: Mapping[str, str] | Filter | None = None) -> list[Decision]:
+        """Up to `n`, newest first. `filters`: wanted `worker`, `reason`, `request_id`, `pool`; or a function."""
+        wanted = _matching(filters) if isinstance(filters, Mapping) else filters
         out: list[Decision] = []
         for decision in reversed(self._ring.values()):
             if len(out) >= n:
                 break
-            if filters is None or filters(decision):
+            if wanted is None or wanted(decision):
                 out.append(decision)
         return out
 
@@ -73,4 +118,21 @@ class DecisionLog:
         return len(self._ring)
 
     def __iter__(self) -> Iterator[Decision]:
-        return iter(self._ring.values())
+        """Oldest first."""
+        return iter(list(self._ring.values()))
+
+
+_FIELDS: Mapping[str, Callable[[Decision], str]] = {
+    "worker": lambda d: d.worker.id,
+    "reason": lambda d: str(d.reason),
+    "request_id": lambda d: d.request_id,
+    "pool": lambda d: d.pool,
+}
+
+
+def _matching(filters: Mapping[str, str]) -> Filter:
+    unknown = sorted(set(filters) - set(_FIELDS))
+    if unknown:
+        raise ValueError(f"decisions cannot be filtered by {', '.join(unknown)}; use {', '.join(_FIELDS)}")
+    pairs = [(_FIELDS[name], value) for name, value in filters.items()]
+    return lambda decision: all(field(decision) == value for field, value in pairs)

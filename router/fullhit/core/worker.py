@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .types import WorkerSpec
+
+if TYPE_CHECKING:
+    from .load import Group
 
 __all__ = ["Ticket", "Worker"]
 
@@ -40,6 +43,7 @@ class Worker:
         "inflight",
         "key_count",
         "labels",
+        "level",
         "load_key",
         "max_inflight",
         "present",
@@ -71,7 +75,8 @@ class Worker:
         self.truncated = False
         self.publishing = False
         self.present = True
-        self.group: Any = None  # the load group it sits in; None = not eligible
+        self.group: Group | None = None  # the load group it sits in; None = not eligible
+        self.level = 0  # where the group has filed it
         self.stamp = 0  # when it came to its present load level, in moves of the group
         self.load_key: tuple[float, int] = (0.0, 0)
 
