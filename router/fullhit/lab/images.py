@@ -126,7 +126,7 @@ def from_base64(text: str) -> bytes:
 def decode_picture(content: bytes) -> tuple[int, int]:
     """Decode every pixel, as an encoder's preprocessing must; gives (width, height), raises Undecodable."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise LabExtraMissing("Pillow") from None
 
@@ -138,6 +138,8 @@ def decode_picture(content: bytes) -> tuple[int, int]:
             return picture.width, picture.height
     except Undecodable:
         raise
+    except UnidentifiedImageError:
+        raise Undecodable("cannot decode image: no known image format") from None
     except Exception as problem:  # Pillow's decoders raise nearly anything on broken input
         raise Undecodable(f"cannot decode image: {problem}") from None
 

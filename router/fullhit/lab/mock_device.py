@@ -58,7 +58,7 @@ class DeviceStats:
 class MockDevice:
     """Encodes items one after the other; share one cache between all requests."""
 
-    def __init__(self, cache: EmbeddingCache, settings: DeviceSettings) -> None:
+    def __init__(self, cache: EmbeddingCache[bytes], settings: DeviceSettings) -> None:
         self.cache = cache
         self.settings = settings
         self.stats = DeviceStats()
@@ -87,7 +87,7 @@ class MockDevice:
             await self._session.close()
 
     def _cached(self, key: str) -> bytes | None:
-        embedding: bytes | None = self.cache.get(key) if key in self.cache else None
+        embedding = self.cache.get(key) if key in self.cache else None
         if embedding is not None:
             self.stats.hits += 1
         return embedding
