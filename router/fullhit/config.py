@@ -13,7 +13,6 @@ Usage::
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,23 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from fullhit.config_tables import (
+    MAX_WORKERS,
+    POLICIES,
+    RATIO_ENV,
+    Address,
+    Config,
+    ConfigError,
+    EncoderGatewayConfig,
+    EventsConfig,
+    FullHitConfig,
+    HealthConfig,
+    LogConfig,
+    PoolConfig,
+    ServerConfig,
+    Table,
+    WorkerConfig,
+)
 from fullhit_publisher.identity import normalize_url
 
 __all__ = [
@@ -43,161 +59,6 @@ __all__ = [
     "load_config",
     "parse_address",
 ]
-
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-POLICIES = (
-    "device-aware-weighted",
-    "least-loaded",
-    "round-robin",
-    "random",
-    "power-of-two",
-    "consistent-hash",
-)
-RATIO_ENV = "DYN_ENCODER_CUDA_TO_CPU_RATIO"
-MAX_WORKERS = 65_536
-
-
-class ConfigError(Exception):
-    """The operator's mistake. ``key`` is the dotted path of the setting, empty when the file itself is at fault."""
-
-    def __init__(self, message: str, key: str = "") -> None:
-        super().__init__(f"{key}: {message}" if key else message)
-        self.key = key
-
-
-class Address(NamedTuple):
-    """Host and port of a listener; port 0 asks the system for a free one."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can reach it."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-
-class _Table(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Base of all tables: unknown names are refused, so that a misspelt setting cannot be silently ignored."""
-
-
-class ServerConfig(_Table):
-    """Listeners and limits. Sizes in bytes, times in seconds."""
-
-    listen: str = "127.0.0.1:8780"
-    admin_listen: str = "127.0.0.1:8781"
-    admin_key: str = ""
-    admin_key_file: str = ""
-    max_body_bytes: int = 512 * MIB
-    max_buffered_bytes: int = 4 * GIB
-    max_connections: int = 10_000
-    head_timeout: float = 30.0
-    body_idle_timeout: float = 60.0
-    keepalive_timeout: float = 75.0
-    write_timeout: float = 60.0
-    drain_timeout: float = 30.0
-    loop: str = "auto"
-
-
-class EventsConfig(_Table):
-    """The event plane. ``plane``: ``embedded``, ``embedded:PORT``, a ``nats://`` or ``tls://`` URL, or ``none``."""
-
-    plane: str = "embedded"
-    credentials_file: str = ""
-    plane_grace: float = 5.0
-    doubt_ttl: float = 600.0
-    max_message_bytes: int = 16 * MIB
-    max_key_chars: int = 1024
-    max_buffered_deltas: int = 10_000
-    discover: bool = True
-
-
-class WorkerConfig(_Table):
-    """One worker known from the start."""
-
-    url: str
-    device: str = "cuda"
-    weight: float = 1.0
-    max_inflight: int | None = None
-
-
-class FullHitConfig(_Table):
-    """What to prefer among workers which hold everything: ``gpu`` first, or ``any`` device alike."""
-
-    prefer: str = "gpu"
-
-
-class PoolConfig(_Table):
-    """Workers which are interchangeable. ``ratio`` = requests on a GPU per request on a CPU."""
-
-    role: str = "encode"
-    policy: str = "device-aware-weighted"
-    ratio: int = 8
-    full_hit: FullHitConfig = msgspec.field(default_factory=FullHitConfig)
-    device_ratios: dict[str, int] = msgspec.field(default_factory=dict)
-    max_inflight: int = 128
-    predict: bool = True
-    predicted_capacity_bytes: int = 4 * GIB
-    max_keys: int = 20_000_000
-    max_keys_per_worker: int = 2_000_000
-    max_workers: int = 4_096
-    workers: list[WorkerConfig | str] = msgspec.field(default_factory=list)
-
-
-class EncoderGatewayConfig(_Table):
-    """The seat in front of SGLang encoders. ``aliases`` = how many ``/vN`` prefixes are served."""
-
-    pool: str = "default"
-    aliases: int = 16
-    queue_max: int = 4_096
-    queue_max_bytes: int = 2 * GIB
-    queue_timeout: float = 150.0
-    connect_timeout: float = 2.0
-    encode_timeout: float = 1_800.0
-    follow_timeout: float = 180.0
-    max_attempts: int = 0
-    max_parts: int = 200_000
-    bad_image: str = "auto"
-    upstream_idle_timeout: float = 3.0
-    upstream_max_connections: int = 4_096
-
-
-class HealthConfig(_Table):
-    """Probing of workers: rare, one at a time per worker, patient (a probe may run a real forward)."""
-
-    interval: float = 10.0
-    timeout: float = 30.0
-    misses: int = 3
-    stuck_after: float = 300.0
-    forget_after: float = 600.0
-    path: str = "/health"
-
-
-class LogConfig(_Table):
-    """``format``: ``auto`` (text on a terminal, JSON otherwise), ``json``, ``text``. ``decisions``: who gets a line."""
-
-    level: str = "info"
-    format: str = "auto"
-    decisions: str = "all"
-
-
-class Config(_Table):
-    """The whole of it."""
-
-    server: ServerConfig = msgspec.field(default_factory=ServerConfig)
-    events: EventsConfig = msgspec.field(default_factory=EventsConfig)
-    pool: dict[str, PoolConfig] = msgspec.field(default_factory=lambda: {"default": PoolConfig()})
-    encoder_gateway: EncoderGatewayConfig = msgspec.field(default_factory=EncoderGatewayConfig)
-    health: HealthConfig = msgspec.field(default_factory=HealthConfig)
-    log: LogConfig = msgspec.field(default_factory=LogConfig)
 
 
 class Setting(NamedTuple):
@@ -470,7 +331,7 @@ def _one_of(value: str, allowed: Sequence[str], key: str) -> None:
         raise ConfigError(f"expected one of {', '.join(allowed)}, got {value!r}", key)
 
 
-def _positive(table: _Table, prefix: str, names: Sequence[str]) -> None:
+def _positive(table: Table, prefix: str, names: Sequence[str]) -> None:
     for name in names:
         if not getattr(table, name) > 0:
             raise ConfigError("must be above 0", f"{prefix}.{name}")
