@@ -1,0 +1,307 @@
+"""Who belongs to the fleet, and the one place where facts about a worker become what its pool is told. Pure.
+
+Adding, finding, draining and removing workers is here; judging whether they are well is in `registry`. Both change
+facts of a `Member` and end in `Roster._settle`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+
+from fullhit.core.pool import Pool
+from fullhit.core.types import WorkerSpec
+from fullhit.fleet.breaker import Breaker, BreakerState
+from fullhit.fleet.member import Member, Source, State
+from fullhit.fleet.types import FleetObserver, FleetSettings, Heartbeat, UnknownWorker
+from fullhit_publisher.identity import normalize_url
+
+__all__ = ["Roster"]
+
+MAX_BANNED = 10_000
+"""Removed workers whose heartbeats are ignored; the oldest is forgotten first."""
+
+
+class Roster:
+    """Members of all pools.
+
+    ``pools`` is the live mapping of pools, ``clock`` monotonic seconds, ``observer`` is told what happens.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, Pool],
+        settings: FleetSettings | None = None,
+        *,
+        clock: Callable[[], float],
+        observer: FleetObserver | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._pools = pools
+        self.settings = settings or FleetSettings()
+        self._clock = clock
+        self._observer = observer
+        self._rng = rng or random.Random()
+        self._members: dict[str, Member] = {}
+        self._held: dict[str, Member] = {}
+        self._usable: dict[str, int] = {}
+        self._alive: dict[str, int] = {}
+        self._banned: dict[str, None] = {}
+        self._next_sweep = float("-inf")
+        self.on_added: list[Callable[[str, str], None]] = []
+        """Called with (pool, worker id) after a worker joined; the event plane begins to listen to it."""
+        self.on_removed: list[Callable[[str, str], None]] = []
+        """Called with (pool, worker id) after a worker left and its entries went out of the index."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called when the next `tick` should come earlier than the last one asked for."""
+
+    # -- who there is ------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members.values()))
+
+    def get(self, id: str) -> Member | None:
+        """The worker of this normalised URL."""
+        return self._members.get(id)
+
+    def find(self, text: str) -> Member:
+        """The worker meant by a URL in any spelling or by its number as decimal text; raises `UnknownWorker`."""
+        member = self._members.get(text)
+        if member is None and text.isascii() and text.isdigit():
+            member = next((m for m in self._members.values() if str(m.worker_id) == text), None)
+        if member is None:
+            try:
+                member = self._members.get(normalize_url(text))
+            except ValueError:
+                pass
+        if member is None:
+            raise UnknownWorker(f"no worker {text!r}; GET /workers lists the ids")
+        return member
+
+    def usable(self, pool: str) -> int:
+        """How many workers of ``pool`` may be chosen; some of them may be at their in-flight cap."""
+        return self._usable.get(pool, 0)
+
+    def add(
+        self,
+        url: str,
+        *,
+        source: Source = Source.STATIC,
+        pool: str | None = None,
+        device: str | None = None,
+        weight: float | None = None,
+        max_inflight: int | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Member:
+        """Add a worker, or return the one that is there already (a repeated registration is harmless).
+
+        Raises ValueError, with the reason, for a URL that is no http origin, an unknown pool, a worker that sits in
+        another pool, a weight or cap out of range, or a full fleet.
+        """
+        id = normalize_url(url)
+        pool_name = pool or self.settings.default_pool
+        target = self._pools.get(pool_name)
+        if target is None:
+            raise ValueError(f"unknown pool {pool_name!r}; the pools are {', '.join(sorted(self._pools))}")
+        member = self._members.get(id)
+        if member is not None:
+            if member.pool != pool_name:
+                raise ValueError(f"worker {id} belongs to pool {member.pool!r}; remove it there first")
+            self._seen_again(member, source)
+            return member
+        if len(self._members) >= self.settings.max_workers:
+            raise ValueError(f"the fleet is full: {self.settings.max_workers} workers")
+        spec = WorkerSpec(
+            id=id,
+            url=id,
+            device=device or "cuda",
+            weight=1.0 if weight is None else weight,
+            max_inflight=self.settings.max_inflight if max_inflight is None else max_inflight,
+            labels=dict(labels or {}),
+        )
+        now = self._clock()
+        member = Member(spec, pool_name, source, Breaker(self.settings.breaker, self._rng), now)
+        member.retry_delay = self.settings.first_retry
+        member.probe_due = now
+        target.add_worker(spec)  # may refuse: the pool has a limit of its own
+        self._members[id] = member
+        self._banned.pop(id, None)
+        if not self.settings.probe:
+            member.answered = True
+        self._tell(
+            "worker_added", worker=id, pool=pool_name, source=str(source), device=spec.device, weight=spec.weight
+        )
+        for callback in self.on_added:
+            callback(pool_name, id)
+        self._settle(member, now)
+        self.wake()
+        return member
+
+    def discover(self, pool: str, heartbeat: Heartbeat) -> Member | None:
+        """A publisher that nobody told us about; None when discovery is off or its heartbeat names no usable URL."""
+        url = heartbeat.url
+        if not self.settings.discover or not url or pool not in self._pools:
+            return None
+        try:
+            if normalize_url(url) in self._banned:
+                return None
+            return self.add(url, source=Source.DISCOVERED, pool=pool, device=heartbeat.device)
+        except ValueError as error:
+            self._tell("discovery_refused", "warning", pool=pool, url=url[:200], cause=str(error))
+            return None
+
+    def remove(self, id: str, *, cause: str, drain_seconds: float = 0.0) -> bool:
+        """Take a worker out, with everything it holds. False when it is unknown.
+
+        With ``drain_seconds`` it first gets no new requests and leaves when its last one is finished, or then.
+        """
+        member = self._members.get(id)
+        if member is None:
+            return False
+        if drain_seconds > 0 and self._inflight(member):
+            member.remove_at = self._clock() + drain_seconds
+            self.drain(id)
+            self.wake()
+            return True
+        self._drop(member, cause, ban=True)
+        return True
+
+    def drain(self, id: str) -> None:
+        """No new requests; those in flight finish. Raises `UnknownWorker`."""
+        self._set_draining(id, True)
+
+    def resume(self, id: str) -> None:
+        """Undo `drain`, and a removal that waits for it. Raises `UnknownWorker`."""
+        self._members_or_raise(id).remove_at = None
+        self._set_draining(id, False)
+
+    # -- within ------------------------------------------------------------------------------------------------
+
+    def _settle(self, member: Member, now: float) -> None:
+        """Turn facts into what the pool is told. The only place that does."""
+        if member.gone:
+            return
+        breaker = member.breaker
+        breaker.poll(now)
+        alive = member.answered and not member.down
+        ready = alive and not breaker.holds(now)
+        trial = ready and breaker.state is BreakerState.HALF_OPEN
+        if breaker.state is not BreakerState.CLOSED or breaker.holds(now):
+            self._held[member.id] = member
+        else:
+            self._held.pop(member.id, None)
+        self._tally(member, alive=alive, usable=ready and not member.draining)
+        pool = self._pools[member.pool]
+        worker = pool.get(member.id)
+        if worker is not None:
+            cap = self._trial_cap(member, worker.inflight) if trial else member.spec.max_inflight
+            member.trial_cap = cap if trial else None
+            if worker.max_inflight != cap:
+                # Taken out and put back, so that the pool weighs the worker anew under the changed cap.
+                pool.set_ready(member.id, False)
+                worker.max_inflight = cap
+            pool.set_ready(member.id, ready)
+        self._announce(member)
+
+    def _tally(self, member: Member, *, alive: bool, usable: bool) -> None:
+        self._alive[member.pool] = self._alive.get(member.pool, 0) + alive - member.alive
+        self._usable[member.pool] = self._usable.get(member.pool, 0) + usable - member.usable
+        member.alive, member.usable = alive, usable
+
+    @staticmethod
+    def _trial_cap(member: Member, inflight: int) -> int:
+        """Room for one request beside those left from before."""
+        if member.trial_cap is not None:
+            return member.trial_cap
+        cap = member.spec.max_inflight
+        return inflight + 1 if cap is None else min(inflight + 1, cap)
+
+    def _announce(self, member: Member) -> None:
+        state = member.state
+        if state is member.shown:
+            return
+        before, member.shown = member.shown, state
+        self._count("worker_changes", state=str(state))
+        bad = state is State.UNHEALTHY
+        self._tell(
+            f"worker_{state}",
+            "warning" if bad else "debug" if state is State.PROBING else "info",
+            worker=member.id,
+            pool=member.pool,
+            was=str(before),
+            cause=(member.down or f"breaker open after {member.last_failure_kind}") if bad else None,
+        )
+
+    def _drop(self, member: Member, cause: str, *, ban: bool = False) -> None:
+        cut = self._inflight(member)
+        member.gone = True
+        self._members.pop(member.id, None)
+        self._held.pop(member.id, None)
+        self._tally(member, alive=False, usable=False)
+        self._pools[member.pool].remove_worker(member.id)
+        if ban:  # an operator took it out; its heartbeats must not bring it back
+            self._banned[member.id] = None
+            if len(self._banned) > MAX_BANNED:
+                del self._banned[next(iter(self._banned))]
+        member.shown = State.GONE
+        self._tell("worker_gone", worker=member.id, pool=member.pool, cause=cause, requests_in_flight=cut)
+        for callback in self.on_removed:
+            callback(member.pool, member.id)
+
+    def _seen_again(self, member: Member, source: Source) -> None:
+        """A worker that is known is named again: its process may be new, so look at it soon."""
+        now = self._clock()
+        if source.lasting and not member.source.lasting:
+            member.source = source
+        if source is Source.REGISTERED and (member.down or member.misses or member.id in self._held):
+            worker = self._pools[member.pool].get(member.id)
+            if worker is not None and not worker.publishing:
+                self._pools[member.pool].clear(member.id)
+            member.retry_delay = self.settings.first_retry
+            member.probe_due = now
+            self.wake()
+
+    def _up(self, member: Member) -> None:
+        member.down = ""
+        member.down_since = None
+
+    def _unregister(self, url: str, pool: str) -> bool:
+        id = normalize_url(url)
+        member = self._members.get(id)
+        if member is None or member.pool != pool:
+            return False
+        if member.source.lasting:
+            self._tell("unregister_refused", "warning", worker=id, source=str(member.source))
+            return False
+        self._drop(member, "unregistered")
+        return True
+
+    def _urls(self, pool: str) -> list[str]:
+        return [member.id for member in self._members.values() if member.pool == pool]
+
+    def _set_draining(self, id: str, draining: bool) -> None:
+        member = self._members_or_raise(id)
+        member.draining = draining
+        self._pools[member.pool].set_draining(id, draining)
+        self._settle(member, self._clock())
+
+    def _members_or_raise(self, id: str) -> Member:
+        member = self._members.get(id)
+        if member is None:
+            raise UnknownWorker(f"no worker {id!r}")
+        return member
+
+    def _inflight(self, member: Member) -> int:
+        worker = self._pools[member.pool].get(member.id)
+        return worker.inflight if worker is not None else 0
+
+    def _tell(self, kind: str, level: str = "info", **fields: object) -> None:
+        if self._observer is not None:
+            self._observer.event(kind, level, **fields)
+
+    def _count(self, name: str, **labels: object) -> None:
+        if self._observer is not None:
+            self._observer.count(name, **labels)
