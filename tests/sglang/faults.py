@@ -1,0 +1,168 @@
+"""Cases in which something breaks: the language server must live, and what can succeed must succeed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+
+from .case import Run, case
+from .client import ChatReply, data_uri, encode_body, new_part_id, picture
+from .environment import say
+from .processes import free_port, until
+from .stack import TO_SCHEDULER, TO_TOKENIZER, Server
+
+CONCURRENCY = 6
+
+
+@case("an encoder is killed under 40 chats, then used again", aliases=False, limit=240.0)
+async def kill_one(run: Run) -> None:
+    await kill_under_traffic(run, run.stack.encoders[0], chats=40, pictures=1)
+
+
+@case("an encoder is killed under 24 chats over aliases", aliases=True, limit=240.0, backends=(TO_SCHEDULER,))
+async def kill_one_over_aliases(run: Run) -> None:
+    await kill_under_traffic(run, run.stack.encoders[1], chats=24, pictures=3)
+
+
+@case("all encoders are down for a while", aliases=False, limit=240.0)
+async def all_down(run: Run) -> None:
+    for encoder in run.stack.encoders:
+        encoder.process.kill()
+    waiting = [asyncio.create_task(run.chat_succeeds(run.new_pictures())) for _ in range(4)]
+    try:
+        await asyncio.sleep(4.0)  # long enough for the router to have found out
+        ended = [task for task in waiting if task.done()]
+        for task in ended:
+            await task  # raises with the reason
+        run.expect(not ended, "a chat was answered without any encoder")
+        run.stack.language.process.check()
+        for encoder in run.stack.encoders:
+            await run.stack.start_encoder(encoder)
+        replies = await asyncio.gather(*waiting)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for encoder in run.stack.encoders:
+            if not encoder.process.alive:
+                await run.stack.start_encoder(encoder)
+    run.note = f"waited up to {max(reply.seconds for reply in replies):.0f} s"
+    await run.language_server_lives()
+    await run.stack.all_encoders_ready()
+
+
+@case("undecodable inline pictures do not reach the language server", backends=(TO_SCHEDULER,))
+async def undecodable_to_scheduler(run: Run) -> None:
+    good = run.new_pictures()
+    for name, bad in broken_pictures(run).items():
+        for pictures in ([bad], [*good, bad, *good]):
+            reply = await run.chat(pictures)
+            run.expect(reply.status == 200, f"{name}: {reply.brief}")
+            run.expect(reply.image_tokens > 0, f"{name}: no image tokens")
+            run.stack.language.process.check()
+    await run.language_server_lives()
+
+
+@case("a picture URL that cannot be fetched does not stop the language server", backends=(TO_SCHEDULER,))
+async def unreachable_to_scheduler(run: Run) -> None:
+    reply = await run.chat([f"http://127.0.0.1:{free_port()}/none.png"])
+    run.note = f"client got {reply.status}"
+    await run.language_server_lives()
+
+
+@case("undecodable pictures are an error for their client only", backends=(TO_TOKENIZER,))
+async def undecodable_to_tokenizer(run: Run) -> None:
+    broken = broken_pictures(run)
+    broken["unreachable"] = f"http://127.0.0.1:{free_port()}/none.png"
+    seen = set()
+    for name, bad in broken.items():
+        reply = await run.chat([bad])
+        run.expect(400 <= reply.status < 600, f"{name}: {reply.brief}")
+        seen.add(reply.status)
+    run.note = f"clients got {', '.join(map(str, sorted(seen)))}"
+    await run.language_server_lives()
+
+
+@case("clients that go away in the middle")
+async def clients_leave(run: Run) -> None:
+    for patience in (0.005, 0.02, 0.04, 0.08, 0.15):
+        chat = asyncio.create_task(run.chat(run.new_pictures(2)))
+        await asyncio.wait({chat}, timeout=patience)
+        chat.cancel()
+        await asyncio.gather(chat, return_exceptions=True)
+    await run.language_server_lives()
+    # The same one hop further: an /encode whose caller goes away gives its slot back.
+    for patience in (0.005, 0.05):
+        body = encode_body(new_part_id(), run.new_pictures(), port=free_port())
+        if run.stack.backend == TO_SCHEDULER:
+            body["embedding_port"] = None
+        run.requests += 1
+        try:
+            await run.client.post(f"{run.router}/encode", body, patience)
+        except (aiohttp.ClientError, TimeoutError):
+            pass
+    await run.language_server_lives()
+
+
+@case("an encoder that stops takes itself off the list", backends=(TO_SCHEDULER,))
+async def unregisters(run: Run) -> None:
+    leaving = run.stack.encoders[1]
+    by_itself = await leaving.process.terminate()
+    run.expect(by_itself, "the encoder did not end on SIGTERM")
+
+    async def gone() -> bool:
+        reply = await run.client.get(f"{run.router}/list_encoder_urls")
+        return leaving.url not in [url.rstrip("/") for url in reply.json()["encoder_urls"]]
+
+    await until(gone, "the router no longer lists the encoder", 15.0)
+    for _ in range(3):
+        await run.language_server_lives()
+
+
+async def kill_under_traffic(run: Run, victim: Server, *, chats: int, pictures: int) -> None:
+    """Send chats, kill ``victim`` after a third of them, and require that every single one succeeds."""
+    await run.stack.all_encoders_ready()
+    gate = asyncio.Semaphore(CONCURRENCY)
+    done = 0
+
+    async def one() -> ChatReply:
+        nonlocal done
+        async with gate:
+            reply = await run.chat(run.new_pictures(pictures))
+        done += 1
+        return reply
+
+    tasks = [asyncio.create_task(one()) for _ in range(chats)]
+    try:
+        await until(lambda: done >= chats // 3, "a third of the traffic is through", 60.0)
+        victim.process.kill()
+        replies = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    run.stack.language.process.check()
+    failed = [reply for reply in replies if reply.status != 200]
+    slowest = max(reply.seconds for reply in replies)
+    run.note = f"{len(replies) - len(failed)} ok, {len(failed)} failed, slowest {slowest:.1f} s"
+    say(f"  {run.note}; starting {victim.process.name} again")
+    await run.stack.start_encoder(victim)
+    await run.stack.all_encoders_ready()
+    before = victim.encodes
+    for _ in range(4):
+        await asyncio.gather(*(run.chat_succeeds(run.new_pictures()) for _ in range(4)))
+    run.expect(victim.encodes > before, "the restarted encoder got no request")
+    run.expect(not failed, f"{len(failed)} of {chats} chats failed, the first: {failed[0].brief if failed else ''}")
+
+
+def broken_pictures(run: Run) -> dict[str, str]:
+    """Inline pictures that no decoder accepts."""
+    whole = picture(next(run.seeds), 96)
+    return {
+        "not a picture": data_uri(b"this is text, whatever the label says"),
+        "empty": "data:image/png;base64,",
+        "not base64": "data:image/png;base64,@@@@!!!!",
+        "header only": data_uri(whole[:40]),
+        "cut off": data_uri(whole[: len(whole) // 2]),
+    }
