@@ -1,0 +1,524 @@
+"""The intake of the event planes: bytes in, index up to date, snapshot requests out.
+
+``Ingest`` owns a lane for each worker that the fleet has added. A plane feeds it what arrives, calls ``run_slices``
+until there is nothing left to do, and ``tick`` when its ``deadline`` has come, sending what that returns. Nothing here
+waits, blocks or raises because of what a peer sent: bad messages are counted by cause and logged seldom.
+
+Bounds: one call does about ``slice_keys`` keys of work; what waits is bounded per worker and over all; snapshot
+requests outstanding are bounded over all workers, so that a restarted router asks a large fleet in turns while it
+already serves (case A7).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+
+from fullhit.core import Pool
+from fullhit_publisher import wire
+from fullhit_publisher.identity import normalize_url, worker_id_for
+from fullhit_publisher.wire import Heartbeat, WireError
+
+from . import effects as fx
+from .effects import Effect
+from .lane import Backlog, Lane, PoolEntries
+from .messages import Beat, Delta, Part, Received, decode, snapshot_address
+from .observer import EventLog, EventMetrics, NullMetrics
+from .plane import OutgoingRequest
+from .settings import IngestSettings
+from .stream import WorkerStream
+
+__all__ = ["Ingest", "StreamStatus"]
+
+_MESSAGE_COST = 10
+"""What a message costs beside its keys, in keys."""
+_MAX_SUBJECTS = 10_000
+_SILENT_AFTER = 30.0
+"""Seconds after which a worker that never published is mentioned in the log; then every ``_SILENT_REPEAT``."""
+_SILENT_REPEAT = 600.0
+_REQUEST_RETRY = 0.1
+
+Address = tuple[str, int]
+
+
+class StreamStatus(msgspec.Struct, frozen=True):
+    """One worker's stream, for ``/workers`` and ``/readyz``."""
+
+    pool: str
+    worker: str
+    worker_id: int
+    state: str
+    epoch: int | None
+    applied: int | None
+    head: int
+    keys: int
+    doubts: list[str]
+    resync: str
+    """Why a snapshot is wanted; empty when none is."""
+    heard_age: float | None
+    """Seconds since its last message; None when it never sent one."""
+    messages: int
+    waiting_bytes: int
+    quarantine: str
+    """Why it is in quarantine; empty when it is not."""
+
+
+class Ingest:
+    """See the module text.
+
+    ``on_unknown_worker(pool, heartbeat)`` is called, now and then, for a heartbeat of a worker nobody added; its url
+    has been checked against its id. ``on_heartbeat(pool, worker id, heartbeat)`` is called for each of a known one.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, Pool],
+        settings: IngestSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        metrics: EventMetrics | None = None,
+        log: EventLog | None = None,
+        on_unknown_worker: Callable[[str, Heartbeat], None] | None = None,
+        on_heartbeat: Callable[[str, str, Heartbeat], None] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.settings = settings or IngestSettings()
+        self.counters: dict[str, int] = {}
+        """Everything counted so far, by metric name and labels (worker ids left out)."""
+        self.replies_missing = 0
+        """Snapshot requests in a row to living workers that no plane brought an answer to."""
+        self.last_message_at: float | None = None
+        self._pools = pools
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._metrics = metrics or NullMetrics()
+        self._log_line = log
+        self._on_unknown_worker = on_unknown_worker
+        self._on_heartbeat = on_heartbeat
+        self._rng = rng or random.Random()
+        self._lanes: dict[Address, Lane] = {}
+        self._active: deque[Lane] = deque()
+        self._backlog = Backlog()
+        self._addresses: dict[str, Address | None] = {}
+        self._strangers: dict[Address, float] = {}
+        self._logged: dict[tuple[str, str], float] = {}
+        self._plane_up = False
+        self._sweeping = False
+        self._deadline = math.inf
+        self._silence_check = clock() + _SILENT_AFTER
+        self._publisher_id = self._rng.getrandbits(53) | 1
+        self._sequence = 0
+
+    # Workers come and go.
+
+    def worker_added(self, pool: str, worker_id: str) -> None:
+        """The pool has this worker now: follow its events, and ask it for what it holds.
+
+        Raises KeyError when the pool does not have it.
+        """
+        home = self._pools[pool]
+        worker = home.get(worker_id)
+        if worker is None:
+            raise KeyError(f"pool {pool!r} has no worker {worker_id!r}")
+        address = (pool, worker_id_for(worker_id))
+        known = self._lanes.get(address)
+        if known is not None:
+            if known.worker is worker:
+                return
+            self._close(address)
+        now = self._clock()
+        stream = WorkerStream(PoolEntries(home, worker), self.settings.stream, self._rng)
+        lane = Lane(home, worker, address[1], stream, self._report, self._backlog, self.settings.slice_keys)
+        lane.added_at = now
+        self._lanes[address] = lane
+        self._strangers.pop(address, None)
+        if not self._plane_up:
+            self._carry_out(lane, stream.plane_down(now))
+        self._carry_out(lane, stream.start(now))
+
+    def worker_removed(self, pool: str, worker_id: str) -> None:
+        """Drop all that waits for this worker; what still arrives for it is a stranger's."""
+        self._close((pool, worker_id_for(worker_id)))
+
+    def _close(self, address: Address) -> None:
+        lane = self._lanes.pop(address, None)
+        if lane is not None:
+            lane.close()
+
+    # Messages.
+
+    def feed(self, subject: str, data: bytes) -> None:
+        """A message arrived on an events subject."""
+        self.last_message_at = self._clock()
+        address = self._address(subject)
+        if address is None:
+            self._reject("subject", subject[:100])
+            return
+        lane = self._lanes.get(address)
+        if lane is None:
+            self._stranger(address, data)
+        elif lane.busy or lane.waiting:
+            self._put_off(lane, False, data)
+        else:
+            self._handle(lane, False, data)
+
+    def feed_snapshot(self, data: bytes) -> None:
+        """A message arrived in the inbox for snapshots."""
+        self.last_message_at = self._clock()
+        try:
+            envelope = wire.decode_envelope(data, self.settings.limits)
+            lane = self._lanes.get(snapshot_address(envelope))
+        except WireError as error:
+            self._reject(error.cause, error.detail)
+            return
+        if lane is None:
+            self._reject("unknown_worker", "snapshot")
+        elif lane.busy or lane.waiting:
+            self._put_off(lane, True, data)
+        else:
+            self._handle(lane, True, data, envelope)
+
+    def messages_lost(self, cause: str) -> None:
+        """The plane had to drop messages of some workers: every stream is in doubt."""
+        self._count("fullhit_events_rejected_total", cause=cause)
+        now = self._clock()
+        for lane in list(self._lanes.values()):
+            self._carry_out(lane, lane.stream.loss(cause, now))
+
+    def plane_lost(self) -> None:
+        """No broker any more. Entries stay trusted for ``plane_grace``."""
+        if not self._plane_up:
+            return
+        self._plane_up = False
+        now = self._clock()
+        for lane in list(self._lanes.values()):
+            self._carry_out(lane, lane.stream.plane_down(now))
+
+    def plane_up(self) -> None:
+        """Connected, and all subscriptions are in place."""
+        self._plane_up = True
+        self.replies_missing = 0
+        now = self._clock()
+        for lane in list(self._lanes.values()):
+            self._carry_out(lane, lane.stream.plane_up(now))
+
+    # Work.
+
+    @property
+    def has_work(self) -> bool:
+        """``run_slices`` has something to do now."""
+        return bool(self._active) or self._sweeping
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Size of all messages that wait."""
+        return self._backlog.bytes
+
+    def run_slices(self) -> bool:
+        """Do one slice of what was put off: about ``slice_keys`` keys. True while there is more."""
+        budget = self.settings.slice_keys
+        if self._active:
+            lane = self._active.popleft()
+            lane.active = False
+            used = 0
+            try:
+                used = lane.run(budget)
+            except Exception as error:
+                self._undecodable(lane, error)
+            while not lane.busy and lane.waiting and used < budget:
+                used += _MESSAGE_COST + self._handle(lane, *lane.take())
+            self._activate(lane)
+        self._sweeping = False
+        for pool in self._pools.values():
+            if pool.sweep(budget):
+                self._sweeping = True
+        return self.has_work
+
+    @property
+    def deadline(self) -> float:
+        """When ``tick`` should be called at the latest; infinity when nothing will ever be due."""
+        return min(self._deadline, self._silence_check) if self._lanes else math.inf
+
+    def tick(self, now: float | None = None) -> list[OutgoingRequest]:
+        """Act on the clock. Returns the snapshot requests to send."""
+        if now is None:
+            now = self._clock()
+        if now >= self._silence_check:
+            self._silence_check = now + _SILENT_AFTER
+            self._mention_silent(now)
+        if now < self._deadline:
+            return []
+        requests: list[OutgoingRequest] = []
+        outstanding = sum(lane.stream.outstanding for lane in self._lanes.values())
+        self._deadline = math.inf
+        wishes: list[tuple[float, Lane]] = []
+        for lane in list(self._lanes.values()):
+            stream = lane.stream
+            if now >= stream.deadline:
+                self._carry_out(lane, stream.tick(now))
+            if now >= stream.request_due:
+                wishes.append((stream.request_due, lane))
+            else:
+                self._expect(lane)
+        wishes.sort(key=lambda wish: wish[0])
+        for _, lane in wishes:
+            if outstanding >= self.settings.max_snapshots:
+                self._deadline = min(self._deadline, now + _REQUEST_RETRY)
+                break
+            request_id = lane.stream.poll(now)
+            if request_id is not None:
+                outstanding += 1
+                requests.append(self._request(lane, request_id))
+            self._expect(lane)
+        return requests
+
+    # State.
+
+    def status(self) -> list[StreamStatus]:
+        """One row a worker."""
+        now = self._clock()
+        rows = []
+        for (pool, number), lane in self._lanes.items():
+            stream = lane.stream
+            rows.append(
+                StreamStatus(
+                    pool=pool,
+                    worker=lane.worker.id,
+                    worker_id=number,
+                    state=str(stream.state),
+                    epoch=stream.epoch,
+                    applied=stream.applied,
+                    head=stream.head,
+                    keys=lane.worker.key_count,
+                    doubts=sorted(stream.doubts),
+                    resync=stream.resync_cause,
+                    heard_age=now - stream.last_heard if lane.messages else None,
+                    messages=lane.messages,
+                    waiting_bytes=lane.waiting_bytes,
+                    quarantine=stream.quarantine_cause if stream.state == "quarantined" else "",
+                )
+            )
+        return rows
+
+    def stream(self, pool: str, worker_id: str) -> WorkerStream | None:
+        """The stream of one worker, for tests and status."""
+        lane = self._lanes.get((pool, worker_id_for(worker_id)))
+        return None if lane is None else lane.stream
+
+    @property
+    def silent_workers(self) -> list[str]:
+        """Workers that were added and never published anything (case A8)."""
+        now = self._clock()
+        return [lane.worker.id for lane in self._silent(now)]
+
+    # Inside.
+
+    def _address(self, subject: str) -> Address | None:
+        try:
+            return self._addresses[subject]
+        except KeyError:
+            if len(self._addresses) >= _MAX_SUBJECTS:
+                self._addresses.clear()
+            address = wire.parse_events_subject(subject)
+            self._addresses[subject] = address
+            return address
+
+    def _put_off(self, lane: Lane, by_inbox: bool, data: bytes) -> None:
+        settings = self.settings
+        size = len(data)
+        if (
+            lane.waiting_bytes + size > settings.max_lane_bytes
+            or self.backlog_bytes + size > settings.max_backlog_bytes
+        ):
+            self._reject("backlog_full", lane.worker.id)
+            self._carry_out(lane, lane.stream.loss("backlog_full", self._clock()))
+            return
+        lane.put(by_inbox, data)
+        self._activate(lane)
+
+    def _activate(self, lane: Lane) -> None:
+        if (lane.busy or lane.waiting) and not lane.active:
+            lane.active = True
+            self._active.append(lane)
+
+    def _handle(self, lane: Lane, by_inbox: bool, data: bytes, envelope: wire.Envelope | None = None) -> int:
+        """Take one message; returns the number of keys worked off."""
+        limits = self.settings.limits
+        try:
+            if envelope is None:
+                envelope = wire.decode_envelope(data, limits)
+            received = decode(envelope, limits)
+            self._check(lane, received, by_inbox)
+        except WireError as error:
+            self._reject(error.cause, f"{lane.worker.id}: {error.detail}")
+            return 0
+        lane.messages += 1
+        now = self._clock()
+        stream = lane.stream
+        if isinstance(received, Delta):
+            self._metrics.count("fullhit_events_total", worker=lane.worker.id, kind="delta")
+            self._metrics.observe_lag(max(0.0, self._wall_clock() - received.origin.published_at / 1000))
+            effects = stream.delta(received.origin, received.seq, received.resync, received.changes, now)
+        elif isinstance(received, Beat):
+            self._metrics.count("fullhit_events_total", worker=lane.worker.id, kind="heartbeat")
+            beat = received.heartbeat
+            effects = stream.heartbeat(received.origin, beat.seq, beat.keys, beat.digest, beat.interval_ms / 1000, now)
+            if self._on_heartbeat is not None:
+                self._call(self._on_heartbeat, lane.pool.name, lane.worker.id, beat)
+        else:
+            self._metrics.count("fullhit_events_total", worker=lane.worker.id, kind="snapshot")
+            self.replies_missing = 0
+            effects = stream.part(
+                received.origin,
+                received.request_id,
+                received.seq,
+                received.part,
+                received.parts,
+                received.keys,
+                now,
+            )
+        return self._carry_out(lane, effects)
+
+    def _check(self, lane: Lane, received: Received, by_inbox: bool) -> None:
+        """Refuse what came the wrong way, or speaks for somebody else. Raises WireError."""
+        if isinstance(received, Part) is not by_inbox:
+            raise WireError("topic", "a snapshot among the events" if not by_inbox else "no snapshot in the inbox")
+        if received.worker_id != lane.number:
+            raise WireError("identity", f"speaks for worker {received.worker_id}")
+        if received.pool is not None and received.pool != lane.pool.name:
+            raise WireError("identity", f"speaks for pool {received.pool[:64]!r}")
+        if isinstance(received, Beat):
+            url = received.heartbeat.url
+            if url and url != lane.url_checked:
+                _check_url(url, lane.number)
+                lane.url_checked = url
+
+    def _carry_out(self, lane: Lane, effects: list[Effect]) -> int:
+        used = 0
+        try:
+            used = lane.carry_out(effects)
+        except Exception as error:
+            self._undecodable(lane, error)
+        self._activate(lane)
+        self._expect(lane)
+        return used
+
+    def _undecodable(self, lane: Lane, error: Exception) -> None:
+        """Keys that were taken for text are none: what they said is lost."""
+        self._reject("payload", f"{lane.worker.id}: {type(error).__name__}: {error}")
+        lane.carry_out(lane.stream.loss("payload", self._clock()))
+        self._expect(lane)
+
+    def _expect(self, lane: Lane) -> None:
+        self._deadline = min(self._deadline, lane.stream.deadline, lane.stream.request_due)
+
+    def _request(self, lane: Lane, request_id: int) -> OutgoingRequest:
+        self._sequence += 1
+        pool = lane.pool.name
+        return OutgoingRequest(
+            pool,
+            lane.number,
+            request_id,
+            wire.snapshot_subject(pool, lane.number),
+            wire.encode(
+                wire.SnapshotRequest(lane.number, pool, request_id),
+                publisher_id=self._publisher_id,
+                sequence=self._sequence,
+                published_at=int(self._wall_clock() * 1000),
+            ),
+        )
+
+    def _stranger(self, address: Address, data: bytes) -> None:
+        pool, number = address
+        if pool not in self._pools:
+            self._reject("pool", pool[:64])
+            return
+        try:
+            envelope = wire.decode_envelope(data, self.settings.limits)
+            if envelope.topic != wire.TOPIC_HEARTBEAT:
+                self._reject("unknown_worker", str(number))
+                return
+            message = wire.decode_message(envelope, self.settings.limits)
+            wire.check_origin(message, pool, number)
+            if not isinstance(message, Heartbeat) or not message.url:
+                self._reject("unknown_worker", str(number))
+                return
+            _check_url(message.url, number)
+        except WireError as error:
+            self._reject(error.cause, f"unknown worker {number}: {error.detail}")
+            return
+        now = self._clock()
+        if now < self._strangers.get(address, -math.inf):
+            return
+        if len(self._strangers) >= self.settings.max_strangers:
+            self._strangers.clear()
+        self._strangers[address] = now + self.settings.announce_interval
+        self._count("fullhit_events_rejected_total", cause="unknown_worker")
+        if self._on_unknown_worker is not None:
+            self._call(self._on_unknown_worker, pool, message)
+
+    def _report(self, lane: Lane, effect: fx.Count | fx.Note | fx.TimedOut) -> None:
+        if isinstance(effect, fx.Count):
+            self._count(effect.name, **effect.labels)
+        elif isinstance(effect, fx.Note):
+            self._log(effect.level, effect.event, lane.worker.id, **effect.fields)
+        elif effect.alive:
+            self.replies_missing += 1
+
+    def _count(self, name: str, **labels: str) -> None:
+        key = name
+        if labels:
+            key += "{" + ",".join(f"{label}={value}" for label, value in sorted(labels.items())) + "}"
+        self.counters[key] = self.counters.get(key, 0) + 1
+        self._metrics.count(name, **labels)
+
+    def _reject(self, cause: str, detail: str) -> None:
+        self._count("fullhit_events_rejected_total", cause=cause)
+        self._log("warning", "event_rejected", "", cause=cause, detail=detail)
+
+    def _log(self, level: str, event: str, worker: str, /, **fields: object) -> None:
+        """One line per event, worker and cause in ``log_interval`` seconds."""
+        if self._log_line is None:
+            return
+        key = (f"{event}/{fields.get('cause', '')}", worker)
+        now = self._clock()
+        if now < self._logged.get(key, -math.inf):
+            return
+        if len(self._logged) >= self.settings.max_strangers:
+            self._logged.clear()
+        self._logged[key] = now + self.settings.log_interval
+        self._log_line(level, event, **({"worker": worker} if worker else {}), **fields)
+
+    def _call(self, callback: Callable[..., None], *args: object) -> None:
+        """A listener's fault must not stop the stream that told it."""
+        try:
+            callback(*args)
+        except Exception as error:
+            self._log("error", "event_listener_failed", "", cause=type(error).__name__, detail=str(error)[:200])
+
+    def _silent(self, now: float) -> Iterator[Lane]:
+        return (lane for lane in self._lanes.values() if not lane.messages and now - lane.added_at >= _SILENT_AFTER)
+
+    def _mention_silent(self, now: float) -> None:
+        if not self._plane_up:
+            return
+        for lane in self._silent(now):
+            if now >= lane.mention_at:
+                lane.mention_at = now + _SILENT_REPEAT
+                self._log("warning", "worker_never_published", lane.worker.id, seconds=round(now - lane.added_at))
+
+
+def _check_url(url: str, number: int) -> None:
+    """A worker is its URL. Raises WireError when the URL gives another number."""
+    try:
+        name = normalize_url(url)
+    except ValueError as error:
+        raise WireError("identity", str(error)) from None
+    if worker_id_for(name) != number:
+        raise WireError("identity", f"the url {name} is not that of worker {number}")

@@ -1,0 +1,209 @@
+"""One worker's lane: its messages in order, its stream, and the effects carried out on the pool.
+
+Order is kept per worker even when work is put off: a message that asks for much work is done in slices, and what
+arrives meanwhile waits behind it, as the bytes it came in. So a heartbeat's digest is compared when everything before
+it has been applied, never in between.
+
+A lane belongs to one ``Worker`` object. When that worker has left the pool, or another one has come under the same
+id, nothing this lane still has to do touches the index (case A2).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from fullhit.core import Fill, Pool, Worker
+
+from . import effects as fx
+from .effects import Effect
+from .keybatch import KeyBatch
+from .stream import WorkerStream
+
+__all__ = ["Backlog", "Lane", "PoolEntries", "Waiting"]
+
+Waiting = tuple[bool, bytes]
+"""A message put off: whether it came by way of the snapshot inbox, and its bytes."""
+
+
+class PoolEntries:
+    """What the pool holds of one worker, as the stream asks for it."""
+
+    __slots__ = ("_id", "_pool", "_worker")
+
+    def __init__(self, pool: Pool, worker: Worker) -> None:
+        self._pool = pool
+        self._worker = worker
+        self._id = worker.id
+
+    def digest(self) -> int:
+        return self._pool.digest(self._id)
+
+    def key_count(self) -> int:
+        return self._worker.key_count
+
+    def truncated(self) -> bool:
+        return self._worker.truncated
+
+
+class Backlog:
+    """Bytes that wait in all lanes together."""
+
+    __slots__ = ("bytes",)
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+class Lane:
+    """See the module text. ``report`` takes the effects that are no business of the pool."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        worker: Worker,
+        number: int,
+        stream: WorkerStream,
+        report: Callable[[Lane, fx.Count | fx.Note | fx.TimedOut], None],
+        backlog: Backlog,
+        slice_keys: int,
+    ) -> None:
+        self.pool = pool
+        self.worker = worker
+        self.number = number
+        self.stream = stream
+        self.waiting: deque[Waiting] = deque()
+        self.waiting_bytes = 0
+        self.active = False
+        """In the queue of lanes with something to do."""
+        self.messages = 0
+        self.url_checked = ""
+        self.added_at = 0.0
+        self.mention_at = 0.0
+        self._report = report
+        self._backlog = backlog
+        self._slice_keys = slice_keys
+        self._fill: Fill | None = None
+        self._work: Iterator[int] | None = None
+
+    @property
+    def present(self) -> bool:
+        """Whether the worker of this lane is still the pool's worker of that id."""
+        return self.pool.get(self.worker.id) is self.worker
+
+    @property
+    def busy(self) -> bool:
+        """Something is half done; messages must wait."""
+        return self._work is not None
+
+    def put(self, by_inbox: bool, data: bytes) -> None:
+        """Let a message wait."""
+        self.waiting.append((by_inbox, data))
+        self.waiting_bytes += len(data)
+        self._backlog.bytes += len(data)
+
+    def take(self) -> Waiting:
+        """The message that has waited longest."""
+        by_inbox, data = self.waiting.popleft()
+        self.waiting_bytes -= len(data)
+        self._backlog.bytes -= len(data)
+        return by_inbox, data
+
+    def carry_out(self, effects: Iterable[Effect]) -> int:
+        """Do what the stream asks for: at once when that is little, else begin it (``busy``). Returns the number of
+        keys that took.
+
+        Raises whatever a key that cannot be decoded raises; the rest of the message is lost then.
+        """
+        if self.stream.doubtful and not self.worker.doubtful and self.present:
+            self.pool.set_doubtful(self.worker.id, True)  # never waits its turn
+        # Effects of a clock tick or a loss may come while a delta is half applied; they go behind it.
+        work = self._perform(effects) if self._work is None else _after(self._work, self._perform(effects))
+        self._work = work
+        return self.run(self._slice_keys)
+
+    def run(self, budget: int) -> int:
+        """Work off about ``budget`` keys of what is half done; returns what was used."""
+        work = self._work
+        used = 0
+        if work is None:
+            return used
+        try:
+            while used < budget:
+                done = next(work, -1)
+                if done < 0:
+                    self._work = None
+                    break
+                used += done
+        except BaseException:
+            self._work = None
+            raise
+        return used
+
+    def close(self) -> None:
+        """The worker is gone: nothing that waits will be done."""
+        self._work = None
+        self.waiting.clear()
+        self._backlog.bytes -= self.waiting_bytes
+        self.waiting_bytes = 0
+        if self._fill is not None:
+            self._fill.abort()
+            self._fill = None
+
+    def _perform(self, effects: Iterable[Effect]) -> Iterator[int]:
+        pool, id = self.pool, self.worker.id
+        for effect in effects:
+            kind = type(effect)
+            if kind is fx.Count or kind is fx.Note or kind is fx.TimedOut:
+                self._report(self, effect)  # type: ignore[arg-type]
+                continue
+            if not self.present:
+                self.close()
+                return
+            if isinstance(effect, fx.Apply):
+                yield from self._apply(effect.changes)
+            elif isinstance(effect, fx.Doubt):
+                # What this effect trusts may have become doubtful while it waited.
+                pool.set_doubtful(id, effect.doubtful or self.stream.doubtful)
+            elif isinstance(effect, fx.Clear):
+                pool.clear(id)
+            elif isinstance(effect, fx.Publishing):
+                pool.set_publishing(id, effect.publishing)
+            elif isinstance(effect, fx.FillBegin):
+                if self._fill is not None:
+                    self._fill.abort()
+                self._fill = pool.begin_fill(id)
+            elif isinstance(effect, fx.Fill):
+                yield from self._add_to_fill(effect.keys)
+            elif isinstance(effect, fx.FillCommit):
+                if self._fill is not None:
+                    self._fill.commit()
+                    self._fill = None
+            elif self._fill is not None:
+                self._fill.abort()
+                self._fill = None
+
+    def _apply(self, changes: fx.Changes) -> Iterator[int]:
+        apply, id = self.pool.apply_delta, self.worker.id
+        for removed in changes.removed.slices(self._slice_keys):
+            apply(id, (), removed)
+            yield len(removed)
+            if not self.present:
+                return
+        for added in changes.added.slices(self._slice_keys):
+            apply(id, added, ())
+            yield len(added)
+            if not self.present:
+                return
+
+    def _add_to_fill(self, keys: KeyBatch) -> Iterator[int]:
+        for run in keys.slices(self._slice_keys):
+            if self._fill is None:
+                return
+            self._fill.add(run)
+            yield len(run)
+
+
+def _after(first: Iterator[int], then: Iterator[int]) -> Iterator[int]:
+    yield from first
+    yield from then

@@ -1,0 +1,197 @@
+"""From bytes to the messages that streams take: ``fullhit_publisher.wire`` with a fast lane for bulk.
+
+Every message means what ``wire.decode_message`` says it means. Only large deltas and snapshot parts whose keys are
+regular take the shorter way, which leaves the keys packed (``keybatch.py``); at the first doubt they take the long
+one, which also gives the reason why bytes are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import msgspec
+
+from fullhit_publisher import wire
+from fullhit_publisher.wire import Envelope, Limits, WireError
+
+from .effects import Changes
+from .incarnation import Origin
+from .keybatch import FoldedKeys, KeyBatch, PackedKeys, TextKeys
+
+__all__ = ["Beat", "Delta", "Part", "Received", "decode", "snapshot_address"]
+
+_BULK_BYTES: Final = 16 * 1024
+"""Payloads above this (500 keys) are worth the shorter way."""
+_NONE: Final = FoldedKeys(())
+_MAX_NAME_CHARS: Final = 256
+
+
+class Delta(NamedTuple):
+    """A change of a cache. For publishers without epochs ``origin`` holds what stands in for one."""
+
+    worker_id: int
+    pool: str | None
+    origin: Origin
+    seq: int
+    resync: bool
+    changes: Changes
+
+
+class Part(NamedTuple):
+    """A part of a snapshot."""
+
+    worker_id: int
+    pool: str | None
+    origin: Origin
+    request_id: int
+    seq: int
+    part: int
+    parts: int
+    keys: KeyBatch
+
+
+class Beat(NamedTuple):
+    """A heartbeat."""
+
+    worker_id: int
+    pool: str | None
+    origin: Origin
+    heartbeat: wire.Heartbeat
+
+
+Received = Delta | Beat | Part
+
+
+class _BulkUpdate(msgspec.Struct):
+    added_keys: msgspec.Raw
+    removed_keys: msgspec.Raw
+
+
+class _BulkDelta(msgspec.Struct):
+    worker_id: int
+    update: _BulkUpdate
+    epoch: int
+    seq: int
+    pool: str
+    resync: bool = False
+
+
+class _BulkSnapshot(msgspec.Struct):
+    worker_id: int
+    epoch: int
+    seq: int
+    pool: str
+    request_id: int
+    part: int
+    parts: int
+    keys: msgspec.Raw
+
+
+class _Address(msgspec.Struct):
+    pool: str
+    worker_id: int
+
+
+_bulk_delta: Final = msgspec.msgpack.Decoder(_BulkDelta)
+_bulk_snapshot: Final = msgspec.msgpack.Decoder(_BulkSnapshot)
+_address: Final = msgspec.msgpack.Decoder(_Address)
+_texts: Final = msgspec.msgpack.Decoder(list[str])
+
+
+def decode(envelope: Envelope, limits: Limits) -> Received:
+    """Read the payload. Raises WireError."""
+    if len(envelope.payload) > _BULK_BYTES:
+        bulk = _decode_bulk(envelope, limits)
+        if bulk is not None:
+            return bulk
+    message = wire.decode_message(envelope, limits)
+    if isinstance(message, wire.Delta):
+        update = message.update
+        changes = Changes(
+            TextKeys(update.added_keys) if update.added_keys else _NONE,
+            TextKeys(update.removed_keys) if update.removed_keys else _NONE,
+        )
+        if message.epoch is None or message.seq is None:
+            # Dynamo: the publisher is the incarnation, and its count, from 0, numbers the deltas.
+            origin = _origin(envelope, envelope.publisher_id, ordered=False)
+            return Delta(message.worker_id, message.pool, origin, envelope.sequence + 1, False, changes)
+        origin = _origin(envelope, message.epoch)
+        return Delta(message.worker_id, message.pool, origin, message.seq, message.resync, changes)
+    if isinstance(message, wire.Heartbeat):
+        return Beat(message.worker_id, message.pool, _origin(envelope, message.epoch), message)
+    if isinstance(message, wire.Snapshot):
+        return Part(
+            message.worker_id,
+            message.pool,
+            _origin(envelope, message.epoch),
+            message.request_id,
+            message.seq,
+            message.part,
+            message.parts,
+            TextKeys(message.keys),
+        )
+    raise WireError("topic", f"nothing for a router: {type(message).__name__}")
+
+
+def snapshot_address(envelope: Envelope) -> tuple[str, int]:
+    """Whose snapshot this is, without reading its keys: pool and worker id. Raises WireError."""
+    if envelope.topic != wire.TOPIC_SNAPSHOT:
+        raise WireError("topic", f"{envelope.topic[:64]!r} where snapshots are expected")
+    try:
+        address = _address.decode(envelope.payload)
+    except Exception as error:
+        raise WireError("payload", str(error)[:200]) from None
+    return address.pool, address.worker_id
+
+
+def _origin(envelope: Envelope, epoch: int, *, ordered: bool = True) -> Origin:
+    return Origin(envelope.publisher_id, envelope.sequence, envelope.published_at, epoch, ordered)
+
+
+def _decode_bulk(envelope: Envelope, limits: Limits) -> Received | None:
+    """A large regular message; None for anything else, also for what must be refused."""
+    payload = envelope.payload
+    if len(payload) > limits.max_message_bytes or limits.max_key_chars < 64:
+        return None
+    try:
+        if envelope.topic == wire.TOPIC_SNAPSHOT:
+            part = _bulk_snapshot.decode(payload)
+            keys = PackedKeys.parse(part.keys)
+            numbers: tuple[int, ...] = (part.worker_id, part.epoch, part.seq, part.request_id)
+            if keys is None or not _plausible(numbers, part.pool, len(keys), limits):
+                return None
+            if not 0 <= part.part < part.parts:
+                return None
+            origin = _origin(envelope, part.epoch)
+            return Part(part.worker_id, part.pool, origin, part.request_id, part.seq, part.part, part.parts, keys)
+        if envelope.topic == wire.TOPIC_DELTA:
+            delta = _bulk_delta.decode(payload)
+            added, removed = _batch(delta.update.added_keys), _batch(delta.update.removed_keys)
+            if added is None or removed is None or delta.seq == 0:
+                return None
+            numbers = (delta.worker_id, delta.epoch, delta.seq)
+            if not _plausible(numbers, delta.pool, len(added) + len(removed), limits):
+                return None
+            origin = _origin(envelope, delta.epoch)
+            return Delta(delta.worker_id, delta.pool, origin, delta.seq, delta.resync, Changes(added, removed))
+    except Exception:
+        return None
+    return None
+
+
+def _batch(raw: msgspec.Raw) -> KeyBatch | None:
+    """Keys of one array; None when it is large and irregular."""
+    packed = PackedKeys.parse(raw)
+    if packed is not None or len(raw) > _BULK_BYTES:
+        return packed
+    texts = _texts.decode(raw)
+    # Long keys are for the long way to refuse.
+    return TextKeys(texts) if all(len(text) <= 64 for text in texts) else None
+
+
+def _plausible(numbers: tuple[int, ...], pool: str, keys: int, limits: Limits) -> bool:
+    return (
+        all(0 <= number <= wire.MAX_U64 for number in numbers)
+        and len(pool) <= _MAX_NAME_CHARS
+        and keys <= limits.max_keys_per_message
+    )
