@@ -23,6 +23,7 @@ Theory of operation, after the 0.5.23 receiver (and what older ones share with i
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 import time
@@ -428,8 +429,10 @@ class MockLanguageServer:
         self, session: aiohttp.ClientSession, rid: str, url: str, body: Mapping[str, object]
     ) -> tuple[int, Mapping[str, str], bytes]:
         headers = {"content-type": "application/json"}
+        # A file object is sent in pieces, so that megabytes of one part do not hold up the others.
+        data = io.BytesIO(json.dumps(body).encode())
         try:
-            async with session.post(url, data=json.dumps(body).encode(), headers=headers) as reply:
+            async with session.post(url, data=data, headers=headers) as reply:
                 kept = {name.lower(): value for name, value in reply.headers.items()}
                 kept = {name: value for name, value in kept.items() if name.startswith(ROUTER_HEADERS)}
                 return reply.status, kept, await reply.read()

@@ -277,7 +277,7 @@ class MockEncoder:
         count = body.get("receive_count")
         if not _is_int(count) or count < 1:
             raise _Refused(400, "receive_count must be a positive number", req_id)
-        hold = DP_HOLD if self.settings.dp_404 else self.settings.hold
+        hold = self._hold()
         try:
             await self._rendezvous.register(req_id, address, count, hold)
         except CountMismatch as problem:
@@ -295,7 +295,7 @@ class MockEncoder:
         req_id = _text(body, "req_id")
         staged = self._staged.get(req_id) or self._stage(req_id)
         try:
-            async with asyncio.timeout(DP_HOLD if self.settings.dp_404 else self.settings.hold):
+            async with asyncio.timeout(self._hold()):
                 sizes = await asyncio.shield(staged.ready)
         except _Refused as refusal:
             raise _Refused(500, str(refusal), req_id) from None
@@ -323,6 +323,9 @@ class MockEncoder:
             self._staged.pop(req_id, None)
             self.counts["pushed_parts"] += 1
         return web.json_response(None)
+
+    def _hold(self) -> float:
+        return min(DP_HOLD, self.settings.hold) if self.settings.dp_404 else self.settings.hold
 
     def _stage(self, req_id: str) -> _Staged:
         staged = self._staged[req_id] = _Staged(asyncio.get_running_loop().create_future())

@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         asyncio.run(_serve(args))
     except OSError as problem:
-        print(f"fullhit mock-encoder: cannot listen on {args.host}:{args.port}: {problem.strerror}", file=sys.stderr)
+        reason = os.strerror(problem.errno) if problem.errno else str(problem)
+        print(f"fullhit mock-encoder: cannot listen on {args.host}:{args.port}: {reason}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         pass
