@@ -198,6 +198,7 @@ class Demo:
         report = RunReport(name, load.requests, load.images)
         options = LanguageServerSettings(tuple(targets), backend=settings.backend)
         started = time.perf_counter()
+        self.progress.step(f"     {name}: 0/{load.requests} requests, 0 s")
         async with MockLanguageServer(options, seed=load.seed) as server, asyncio.TaskGroup() as users:
             for user in range(load.users):
                 users.create_task(self._chat(server, user, report, started))
