@@ -8,38 +8,27 @@ from typing import Any
 
 from .explain import render
 from .look import Look
-from .types import Reason, SelectRequest
+from .types import Reason
 from .worker import Ticket, Worker
 
 __all__ = ["Decision", "DecisionLog"]
 
 
-class Decision:
-    """The chosen worker, its ticket, and everything needed to explain the choice.
+class Decision(Look):
+    """The chosen worker, its ticket, and everything needed to explain the choice. Read-only; only a pool makes them.
 
     `id` counts up per pool (or over all pools that were given one counter); `at` is the pool's clock, in seconds.
-    `ticket` is None for a dry run. Treat it as read-only.
+    `ticket` is None for a dry run.
     """
 
-    __slots__ = ("_look", "at", "id", "reason", "request", "ticket", "worker")
+    __slots__ = ("at", "id", "reason", "ticket", "worker")
 
-    def __init__(
-        self,
-        id: int,
-        request: SelectRequest,
-        worker: Worker,
-        reason: Reason,
-        ticket: Ticket | None,
-        at: float,
-        look: Look,
-    ) -> None:
-        self.id = id
-        self.request = request
-        self.worker = worker
-        self.reason = reason
-        self.ticket = ticket
-        self.at = at
-        self._look = look
+    # No __init__: one decision is made per request, and a Python constructor would double its price.
+    id: int
+    worker: Worker
+    reason: Reason
+    ticket: Ticket | None
+    at: float
 
     @property
     def request_id(self) -> str:
@@ -47,16 +36,13 @@ class Decision:
 
     @property
     def pool(self) -> str:
-        return self._look.pool
+        return self.scene.pool
 
     @property
     def keys_held(self) -> int:
-        """How many of the request's keys the chosen worker is believed to hold."""
-        by_slot = self._look.by_slot
-        for slot, worker in enumerate(by_slot):
-            if worker is self.worker:
-                return sum(1 for mask in self._look.masks if mask >> slot & 1)
-        return 0
+        """How many of the request's keys the chosen worker was believed to hold."""
+        slot = self.scene.by_slot.index(self.worker)
+        return sum(1 for mask in self.masks if mask >> slot & 1)
 
     def record(self) -> dict[str, Any]:
         """JSON-ready account: worker, reason, inputs, at most 16 candidates as they were then, group budget, why.
@@ -70,7 +56,7 @@ class Decision:
             "at": self.at,
             "worker": self.worker.id,
             "reason": str(self.reason),
-            **render(self._look, self.request, self.worker, self.reason),
+            **render(self, self.worker, self.reason),
         }
 
     def __repr__(self) -> str:

@@ -21,11 +21,15 @@ from sortedcontainers import SortedKeyList
 
 from .worker import Worker
 
-__all__ = ["Group", "LevelBuckets", "LoadOrder", "WeightedOrder"]
+__all__ = ["Group", "LevelBuckets", "LoadOrder", "Picture", "WeightedOrder", "levels_of", "members_of"]
 
 _FEW = 8  # members that are cheaper to visit one by one than to look for level by level
 _PICTURE_LEVELS = 64
 _PICTURE_WORKERS = 16
+
+
+Picture = tuple[int | tuple[int, int], ...]
+"""Masks of workers by in-flight count, the place in the tuple being the count; or pairs (count, mask)."""
 
 
 class LoadOrder(Protocol):
@@ -42,6 +46,9 @@ class LoadOrder(Protocol):
     def first(self) -> Worker:
         """Least loaded of all, the longest at that load."""
 
+    def lowest(self) -> int:
+        """All that have the least load."""
+
     def least(self, mask: int, by_slot: list[Worker | None]) -> int:
         """Those of `mask` with the least load."""
 
@@ -51,8 +58,8 @@ class LoadOrder(Protocol):
     def below(self, load: float) -> int:
         """Those whose load is under `load`."""
 
-    def picture(self) -> tuple[Any, ...]:
-        """Loads at this moment, cheaply: see `inflight_in`."""
+    def picture(self) -> Picture:
+        """Loads at this moment, for explanations; cheap."""
 
     def __iter__(self) -> Iterator[Worker]: ...
 
@@ -67,18 +74,10 @@ def members_of(mask: int, by_slot: list[Worker | None]) -> Iterator[Worker]:
         mask ^= 1 << slot
 
 
-def inflight_in(picture: tuple[Any, ...], bit: int) -> int | None:
-    """A worker's in-flight count in a picture taken by an order; None where the picture does not reach."""
-    if picture[0] == "levels":
-        low, masks = picture[1], picture[2]
-        for n, mask in enumerate(masks):
-            if mask & bit:
-                return int(low + n)
-        return None
-    for known, inflight in picture[1]:
-        if known == bit:
-            return int(inflight)
-    return None
+def levels_of(picture: Picture) -> Iterator[tuple[int, int]]:
+    """(in-flight count, workers that have it), the least loaded first."""
+    for level, part in enumerate(picture):
+        yield (level, part) if isinstance(part, int) else part
 
 
 class LevelBuckets:
@@ -151,6 +150,9 @@ class LevelBuckets:
     def first(self) -> Worker:
         return next(iter(self._dicts[self._low]))
 
+    def lowest(self) -> int:
+        return self._masks[self._low]
+
     def least(self, mask: int, by_slot: list[Worker | None]) -> int:
         masks = self._masks
         low = self._low
@@ -193,9 +195,12 @@ class LevelBuckets:
                 out |= self._masks[level]
         return out
 
-    def picture(self) -> tuple[Any, ...]:
-        low = self._low
-        return "levels", low, tuple(self._masks[low : low + _PICTURE_LEVELS])
+    def picture(self) -> Picture:
+        masks = self._masks
+        if len(masks) <= _PICTURE_LEVELS:
+            return tuple(masks)
+        levels = range(self._low, min(len(masks), self._low + _PICTURE_LEVELS))
+        return tuple([(level, masks[level]) for level in levels])
 
     def __iter__(self) -> Iterator[Worker]:
         for bucket in self._dicts:
@@ -241,6 +246,15 @@ class WeightedOrder:
         worker: Worker = self._list[0]
         return worker
 
+    def lowest(self) -> int:
+        least = self.first().load_key[0]
+        out = 0
+        for worker in self._list:
+            if worker.load_key[0] > least:
+                break
+            out |= worker.bit
+        return out
+
     def least(self, mask: int, by_slot: list[Worker | None]) -> int:
         tied, best = 0, -1.0
         if mask.bit_count() <= _FEW:
@@ -271,8 +285,8 @@ class WeightedOrder:
             out |= worker.bit
         return out
 
-    def picture(self) -> tuple[Any, ...]:
-        return "workers", tuple([(w.bit, w.inflight) for w in islice(self._list, _PICTURE_WORKERS)])
+    def picture(self) -> Picture:
+        return tuple([(worker.inflight, worker.bit) for worker in islice(self._list, _PICTURE_WORKERS)])
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._list)
@@ -297,13 +311,15 @@ class Group:
         "n",
         "name",
         "order",
+        "rank",
         "ratio",
         "uniform",
         "weight",
     )
 
-    def __init__(self, name: str, ratio: int, clock: Iterator[int]) -> None:
+    def __init__(self, name: str, ratio: int, clock: Iterator[int], rank: int = 0) -> None:
         self.name = name
+        self.rank = rank  # 0 = the fastest class
         self.ratio = ratio
         self.n = 0
         self.weight = 0.0

@@ -1,75 +1,75 @@
 """Everything one selection looks at, as raw integers.
 
-A `Look` is filled by the pool, read by the policy, and then kept by the decision: the same object explains the
-choice later. That costs nothing extra because all of it is immutable: holder sets, masks and level pictures are
-integers and tuples, and `by_slot` is replaced, never changed, when a slot changes hands.
+A `Look` is filled by the pool, read by the policy, and then kept: a `Decision` is a look with an outcome, and the same
+fields explain the choice later. Keeping them costs nothing, because all of it is immutable: holder sets, masks and
+load pictures are integers and tuples, and the `Scene` is replaced, never changed, when a slot changes hands.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
-from .load import Group
-from .types import Key
+from .load import Group, Picture
+from .types import SelectRequest
 from .worker import Worker
 
-__all__ = ["GroupBudget", "Look", "most_held"]
+__all__ = ["GroupBudget", "Look", "Scene", "most_held"]
 
-GroupBudget = tuple[str, int, int, int, int | None]
-"""Name, ratio, eligible workers, requests that encode there, how many the ratio allows (None: fastest class)."""
+GroupBudget = tuple[Group, int, int, int | None]
+"""Group, its eligible workers, requests that encode there, how many the ratio allows (None: fastest class)."""
+
+
+class Scene(NamedTuple):
+    """What stays the same over many selections: who sits in which slot, and what their entries are worth."""
+
+    pool: str
+    policy: str
+    by_slot: list[Worker | None]
+    doubtful: int
+    publishing: int
 
 
 class Look:
     """The view of one selection.
 
-    `keys`, `masks`  the request's keys and, beside each, the slots under which it is filed
-    `eligible`       slots that may be chosen (exclusions taken out)
-    `full`           of those, the ones that hold every key, confirmed; 0 when the request has an unkeyed item
-    `predicted`      the same, by our own prediction
-    `some`           of those, the ones that are believed to hold at least one key (doubtful and predicted ones too)
-    `excluded`       workers that would be eligible but must not be chosen
+    `masks`      for each key of the request, the slots under which it is filed
+    `eligible`   slots that may be chosen (exclusions taken out)
+    `full`       of those, the ones that hold every key, confirmed; 0 when the request has an unkeyed item
+    `predicted`  the same, by our own prediction
+    `some`       of those, the ones believed to hold at least one key, doubtful and predicted ones too (0 beside `full`)
+    `excluded`   workers that would be eligible but must not be chosen
     """
 
     __slots__ = (
         "budget",
-        "by_slot",
         "candidates",
-        "doubtful",
         "eligible",
         "excluded",
         "full",
-        "groups",
         "inflight",
-        "keys",
         "masks",
         "note",
         "pictures",
-        "policy",
-        "pool",
         "predicted",
-        "publishing",
+        "request",
+        "scene",
         "some",
     )
 
-    pool: str
-    policy: str
-    keys: tuple[Key, ...]
+    scene: Scene
+    request: SelectRequest
     masks: list[int]
     eligible: int
     full: int
     predicted: int
     some: int
-    doubtful: int
-    publishing: int
     excluded: tuple[Worker, ...]
-    groups: list[Group]
-    by_slot: list[Worker | None]
     # written by the policy
     candidates: int
     budget: tuple[GroupBudget, ...]
     note: str
     # written by the pool just before the slot is taken
-    pictures: list[tuple[Any, ...]]
+    pictures: tuple[Picture, ...]
     inflight: int
 
 

@@ -27,14 +27,17 @@ from itertools import count
 from .decision import Decision
 from .index import Index
 from .load import Group
-from .look import Look
-from .policies import Surroundings, make_policy
+from .look import Scene
+from .policies import Surroundings, make_policy, policy_class
 from .predicted import PredictedCache
 from .ring import Ring
 from .types import Key, NoEligibleKind, NoEligibleWorker, PoolFull, PoolSettings, Reason, SelectRequest, WorkerSpec
 from .worker import Ticket, Worker
 
 __all__ = ["Fill", "Pool"]
+
+_FULL_HIT, _PREDICTED, _PARTIAL_HIT = Reason.FULL_HIT, Reason.PREDICTED, Reason.PARTIAL_HIT
+_MISS, _NO_MEDIA = Reason.MISS, Reason.NO_MEDIA  # an enumeration's members cost a look-up each time
 
 _SPARE_SLOTS = 64  # slots waiting for the sweep beyond one per worker, before a caller who never sweeps is made to
 
@@ -108,25 +111,23 @@ class Pool:
         self._ids = ids if ids is not None else count(1)
         self._index = Index(self.settings.max_keys, self.settings.max_keys_per_worker)
         self._ring = Ring(self.settings.ring_points)
-        self._policy = make_policy(
-            self.settings.policy, Surroundings(self.settings, self._ring, rng if rng is not None else random.Random())
-        )
         self._workers: dict[str, Worker] = {}
-        self._by_slot: list[Worker | None] = []  # replaced, never changed: decisions keep it
         self._predictions: dict[Worker, PredictedCache] = {}
         self._fills: dict[Worker, Fill] = {}
         self._counts = {"unknown_worker": 0, "refused_worker": 0, "forced_sweep": 0}
         self._eligible = 0
-        self._doubtful = 0
-        self._publishing = 0
         self._confirmed = 0  # publishing and not doubtful
         self._unconfirmed = 0  # not publishing and not doubtful
+        self._scene = Scene(name, self.settings.policy, [], 0, 0)
         stamps = count(1)
-        if self._policy.by_class:
-            self._groups = [Group(c.name, c.ratio, stamps) for c in self.settings.device_classes()]
+        if policy_class(self.settings.policy).by_class:
+            classes = self.settings.device_classes()
+            self._groups = [Group(c.name, c.ratio, stamps, rank) for rank, c in enumerate(classes)]
         else:
             self._groups = [Group("all", 1, stamps)]
         self._group_of = {group.name: group for group in self._groups}
+        chance = rng if rng is not None else random.Random()
+        self._policy = make_policy(self.settings.policy, Surroundings(self.settings, self._groups, self._ring, chance))
 
     # -- workers
 
@@ -147,7 +148,7 @@ class Pool:
         worker = Worker(spec, self.settings.class_of(spec.device), self._index.allocate())
         self._workers[worker.id] = worker
         self._seat(worker.slot, worker)
-        self._unconfirmed |= worker.bit
+        self._mark(worker)
         self._ring.add(worker)
         self._home(worker).enroll(worker.weight)
         return worker
@@ -278,7 +279,7 @@ class Pool:
     def holders(self, key: Key) -> list[Worker]:
         """Workers believed to hold the key, eligible or not."""
         mask = self._index.mask(key)
-        return [w for slot, w in enumerate(self._by_slot) if w is not None and mask >> slot & 1]
+        return [w for slot, w in enumerate(self._scene.by_slot) if w is not None and mask >> slot & 1]
 
     def sweep(self, budget_entries: int = 2000) -> bool:
         """Clean up after removals, clears and fills: visits that many keys (about 0.15 us each). True = call again."""
@@ -316,60 +317,58 @@ class Pool:
                 eligible ^= w.bit
         if not eligible:
             raise self._refusal(request)
-        keys = request.keys
-        look = Look()
-        look.pool = self.name
-        look.policy = self.settings.policy
-        look.keys = keys
+        look = Decision()
+        look.request = request
+        look.scene = self._scene
         look.eligible = eligible
         look.excluded = excluded
-        look.groups = self._groups
-        look.by_slot = self._by_slot
-        look.doubtful = self._doubtful
-        look.publishing = self._publishing
-        look.budget = ()
         full = predicted = some = 0
+        masks: list[int] = []
+        keys = request.keys
         if keys:
             shards = self._index.shards
-            look.masks = masks = [shards[key[15]].get(key, 0) for key in keys]
             every = eligible
-            for mask in masks:
+            for key in keys:
+                mask = shards[key[15]].get(key, 0)
+                masks.append(mask)
                 every &= mask
-                some |= mask
-            some &= eligible
             if every and not request.unkeyed:
                 full = every & self._confirmed
                 predicted = every & self._unconfirmed
-        else:
-            look.masks = []
+            if not full:
+                for mask in masks:
+                    some |= mask
+                some &= eligible
+        look.masks = masks
         look.full = full
         look.predicted = predicted
         look.some = some
 
-        worker = self._policy.choose(look)
+        look.worker = worker = self._policy.choose(look)
 
         bit = worker.bit
-        if some:
-            if full & bit:
-                reason = Reason.FULL_HIT
-            elif predicted & bit:
-                reason = Reason.PREDICTED
-            else:
-                reason = Reason.PARTIAL_HIT
+        if full & bit:
+            reason = _FULL_HIT
+        elif predicted & bit:
+            reason = _PREDICTED
+        elif some or full:
+            reason = _PARTIAL_HIT
         elif keys or request.items or request.unkeyed:
-            reason = Reason.MISS
+            reason = _MISS
         else:
-            reason = Reason.NO_MEDIA
+            reason = _NO_MEDIA
+        look.reason = reason
         look.inflight = worker.inflight
-        look.pictures = [group.order.picture() for group in self._groups]
-        ticket = None
-        if not request.dry_run:
-            encoding = not (full | predicted) & bit
-            self._take(worker, encoding)
-            ticket = Ticket(worker, encoding, self._give_back)
-        return Decision(next(self._ids), request, worker, reason, ticket, self._clock(), look)
-
-    def _take(self, worker: Worker, encoding: bool) -> None:
+        look.pictures = tuple([group.order.picture() for group in self._groups])
+        look.id = next(self._ids)
+        look.at = self._clock()
+        if request.dry_run:
+            look.ticket = None
+            return look
+        look.ticket = ticket = Ticket()
+        ticket.worker = worker
+        ticket._owner = self
+        ticket.encoding = encoding = reason is not _FULL_HIT and reason is not _PREDICTED
         group = worker.group
         assert group is not None
         worker.inflight += 1
@@ -383,8 +382,11 @@ class Pool:
             self._leave(worker)
         else:
             group.order.shift(worker)
+        return look
 
-    def _give_back(self, worker: Worker, encoding: bool) -> None:
+    def give_back(self, ticket: Ticket) -> None:
+        """For `Ticket.release` alone, which calls it once."""
+        worker, encoding = ticket.worker, ticket.encoding
         worker.inflight -= 1
         if encoding:
             worker.encoding -= 1
@@ -458,16 +460,17 @@ class Pool:
         self._review(worker)
 
     def _mark(self, worker: Worker, present: bool = True) -> None:
-        """Bring the worker's bit in the doubtful, publishing and confirmed sets up to date."""
-        bit = worker.bit
-        for name, wanted in (
-            ("_doubtful", worker.doubtful),
-            ("_publishing", worker.publishing),
-            ("_confirmed", worker.publishing and not worker.doubtful),
-            ("_unconfirmed", not worker.publishing and not worker.doubtful),
-        ):
-            mask: int = getattr(self, name)
-            setattr(self, name, mask | bit if wanted and present else mask & ~bit)
+        """Bring the worker's bit in the sets that say what entries are worth up to date."""
+        bit = worker.bit if present else 0
+        others = ~worker.bit
+        known, doubtful = worker.publishing, worker.doubtful
+        scene = self._scene
+        self._scene = scene._replace(
+            doubtful=scene.doubtful & others | (bit if doubtful else 0),
+            publishing=scene.publishing & others | (bit if known else 0),
+        )
+        self._confirmed = self._confirmed & others | (bit if known and not doubtful else 0)
+        self._unconfirmed = self._unconfirmed & others | (bit if not known and not doubtful else 0)
 
     def _allocate(self) -> int:
         if self._index.slots > 2 * self.settings.max_workers + _SPARE_SLOTS:
@@ -477,11 +480,11 @@ class Pool:
         return self._index.allocate()
 
     def _seat(self, slot: int, worker: Worker | None) -> None:
-        seats = list(self._by_slot)
+        seats = list(self._scene.by_slot)
         while slot >= len(seats):
             seats.append(None)
         seats[slot] = worker
-        self._by_slot = seats
+        self._scene = self._scene._replace(by_slot=seats)
 
     def _move(self, worker: Worker, slot: int) -> None:
         """Move a worker to another slot, and with it everything that is said of it in masks."""

@@ -7,13 +7,15 @@ the same with one binary search, and restricting it to a subset keeps its promis
 whose worker is in the subset. For a large subset the walk from the key's place is short; for a small one each of its
 workers is asked for its own nearest point. Both ways give the same answer.
 
-Points depend on worker ids alone. Changes are noted at once and worked into the sorted list at the next look-up;
-points of removed workers stay until they are a quarter of the ring, because a removed worker's bit is 0 and so is
-in no subset.
+Places are fractions of the circle with 53 bits, exact as floats: an array of those is searched twice as fast as a list
+of 64-bit integers. Points depend on worker ids alone. Changes are noted at once and worked into the sorted array at the
+next look-up; points of removed workers stay until they are a quarter of the ring, because a removed worker's bit is 0
+and so is in no subset.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 
 from xxhash import xxh3_64_intdigest
@@ -23,9 +25,13 @@ from .worker import Worker
 
 __all__ = ["Ring"]
 
-_TURN = 1 << 64
 _MAX_POINTS = 4096  # of one worker
 _FEW = 16  # subset size up to which asking each member beats walking, at 1,000 workers
+
+
+def _place(data: bytes) -> float:
+    """Where on the circle, 0 <= place < 1."""
+    return (xxh3_64_intdigest(data) >> 11) * 2.0**-53
 
 
 class Ring:
@@ -33,48 +39,47 @@ class Ring:
 
     def __init__(self, points: int) -> None:
         self._per_worker = points
-        self._places: list[int] = []  # sorted
-        self._fresh: list[int] = []
-        self._owner: dict[int, Worker] = {}
-        self._own: dict[Worker, list[int]] = {}
+        self._places = array("d")  # sorted
+        self._fresh: list[float] = []
+        self._owner: dict[float, Worker] = {}
+        self._members: dict[Worker, None] = {}
         self._dead = 0
 
     def add(self, worker: Worker) -> None:
         n = max(1, min(_MAX_POINTS, round(self._per_worker * worker.weight)))
         name = worker.id.encode()
-        places = sorted({xxh3_64_intdigest(b"%b#%d" % (name, i)) for i in range(n)})
-        self._own[worker] = places
-        for place in places:
+        own = sorted({_place(b"%b#%d" % (name, i)) for i in range(n)})
+        for place in own:
             if place not in self._owner:
                 self._fresh.append(place)
             self._owner[place] = worker
+        own.append(own[0] + 1.0)  # going round
+        worker.places = array("d", own)
+        self._members[worker] = None
 
     def remove(self, worker: Worker) -> None:
         """Forget a worker whose bit is 0 from now on."""
-        self._dead += len(self._own.pop(worker, ()))
+        del self._members[worker]
+        self._dead += len(worker.places)
 
     def reweigh(self, worker: Worker) -> None:
         """The weight of a member has changed: it gets another number of points."""
-        del self._own[worker]
         self.add(worker)
         self._dead = len(self._owner)
 
     def nearest(self, key: Key, mask: int, by_slot: list[Worker | None]) -> Worker:
         """The member of `mask` (not empty) whose point follows the key's place most closely, going round."""
-        place = xxh3_64_intdigest(key)
+        place = _place(key)
         best: Worker | None = None
         if mask.bit_count() <= _FEW:
-            shortest = _TURN
-            own = self._own
+            shortest = 2.0
             while mask:
-                slot = mask.bit_length() - 1
-                worker = by_slot[slot]
+                worker = by_slot[mask.bit_length() - 1]
                 assert worker is not None
                 mask ^= worker.bit
-                places = own[worker]
-                at = bisect_left(places, place)
-                gap = places[at] - place if at < len(places) else places[0] + _TURN - place
-                if best is None or gap < shortest:
+                own = worker.places
+                gap = own[bisect_left(own, place)] - place
+                if gap < shortest:
                     shortest = gap
                     best = worker
             assert best is not None
@@ -95,14 +100,18 @@ class Ring:
 
     def _settle(self) -> None:
         if self._dead * 4 > len(self._owner):
-            self._owner = owner = {place: worker for worker, own in self._own.items() for place in own}
-            self._places = [place for place in self._places if place in owner]
-            self._fresh = [place for place in self._fresh if place in owner]
+            self._owner = owner = {place: worker for worker in self._members for place in worker.places[:-1]}
+            merged = [place for place in self._places if place in owner]
+            merged += sorted(place for place in self._fresh if place in owner)
             self._dead = 0
-        if self._fresh:
-            self._places += sorted(self._fresh)
-            self._places.sort()  # two sorted runs: a merge
-            self._fresh = []
+        elif self._fresh:
+            merged = list(self._places)
+            merged += sorted(self._fresh)
+        else:
+            return
+        merged.sort()  # two sorted runs: a merge
+        self._places = array("d", merged)
+        self._fresh = []
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._members)

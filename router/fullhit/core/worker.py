@@ -7,9 +7,10 @@ any more, and the new worker's counters stay its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .types import WorkerSpec
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from .load import Group
 
 __all__ = ["Ticket", "Worker"]
+
+
+_NOWHERE = array("d")
 
 
 class Worker:
@@ -46,6 +50,7 @@ class Worker:
         "level",
         "load_key",
         "max_inflight",
+        "places",
         "present",
         "publishing",
         "ready",
@@ -78,6 +83,7 @@ class Worker:
         self.group: Group | None = None  # the load group it sits in; None = not eligible
         self.level = 0  # where the group has filed it
         self.stamp = 0  # when it came to its present load level, in moves of the group
+        self.places = _NOWHERE  # its points on the ring
         self.load_key: tuple[float, int] = (0.0, 0)
 
     @property
@@ -105,31 +111,37 @@ class Worker:
         )
 
 
+class TicketOwner(Protocol):
+    def give_back(self, ticket: Ticket) -> None: ...
+
+
 class Ticket:
     """One in-flight slot of one worker. `release()` it on every path; a second release does nothing.
 
     >>> with decision.ticket:            # doctest: +SKIP
     ...     forward(request)
+
+    Only a pool makes tickets; `encoding` says whether the request counts as one that really encodes.
     """
 
-    __slots__ = ("_give_back", "encoding", "worker")
+    __slots__ = ("_owner", "encoding", "worker")
 
-    def __init__(self, worker: Worker, encoding: bool, give_back: Callable[[Worker, bool], None]) -> None:
-        self.worker = worker
-        self.encoding = encoding
-        self._give_back: Callable[[Worker, bool], None] | None = give_back
+    # No __init__: tickets are made on the hot path, and a Python constructor would double their price.
+    worker: Worker
+    encoding: bool
+    _owner: TicketOwner | None
 
     @property
     def released(self) -> bool:
-        return self._give_back is None
+        return self._owner is None
 
     def release(self) -> bool:
         """Give the slot back; True the first time, False ever after."""
-        give_back = self._give_back
-        if give_back is None:
+        owner = self._owner
+        if owner is None:
             return False
-        self._give_back = None
-        give_back(self.worker, self.encoding)
+        self._owner = None
+        owner.give_back(self)
         return True
 
     def __enter__(self) -> Ticket:

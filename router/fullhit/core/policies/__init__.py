@@ -6,7 +6,7 @@ Room is left for `least-cost` (expected completion time) and for joining pending
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from .base import Policy, Surroundings
@@ -14,9 +14,9 @@ from .consistent import ConsistentHash
 from .device_aware import DeviceAwareWeighted
 from .simple import LeastLoaded, PowerOfTwo, Random, RoundRobin
 
-__all__ = ["POLICIES", "Policy", "Surroundings", "make_policy"]
+__all__ = ["POLICIES", "Policy", "Surroundings", "make_policy", "policy_class"]
 
-POLICIES: Mapping[str, Callable[[Surroundings], Policy]] = MappingProxyType(
+POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
     {
         "device-aware-weighted": DeviceAwareWeighted,
         "least-loaded": LeastLoaded,
@@ -28,10 +28,13 @@ POLICIES: Mapping[str, Callable[[Surroundings], Policy]] = MappingProxyType(
 )
 
 
-def make_policy(name: str, around: Surroundings) -> Policy:
+def policy_class(name: str) -> type[Policy]:
     """The policy of that name; ValueError names the known ones."""
     try:
-        build = POLICIES[name]
+        return POLICIES[name]
     except KeyError:
         raise ValueError(f"policy: {name!r} is unknown; choose one of {', '.join(POLICIES)}") from None
-    return build(around)
+
+
+def make_policy(name: str, around: Surroundings) -> Policy:
+    return policy_class(name)(around)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from ..load import Group
 from ..look import Look
 from ..ring import Ring
 from ..types import PoolSettings
@@ -20,9 +21,10 @@ __all__ = ["Policy", "Surroundings"]
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a policy may use beside the look: the pool's settings, its ring, its source of chance."""
+    """What a policy may use beside the look: the pool's settings, load groups (fastest class first), ring, chance."""
 
     settings: PoolSettings
+    groups: list[Group]
     ring: Ring
     rng: random.Random
 
@@ -39,11 +41,12 @@ class Policy:
 
     def __init__(self, around: Surroundings) -> None:
         self._settings = around.settings
+        self._groups = around.groups
         self._ring = around.ring
         self._rng = around.rng
 
     def choose(self, look: Look) -> Worker:
-        """One of `look.eligible` (not empty). Writes `look.candidates`, `look.note`, perhaps `look.budget`."""
+        """One of `look.eligible` (not empty). Writes `look.candidates`, `look.note`, `look.budget`."""
         raise NotImplementedError
 
     def joined(self, worker: Worker) -> None: ...

@@ -21,12 +21,15 @@ class ConsistentHash(Policy):
         self._factor = around.settings.bounded_load
 
     def choose(self, look: Look) -> Worker:
-        group = look.groups[0]
+        group = self._groups[0]
         eligible = look.eligible
-        if not look.keys:
+        by_slot = look.scene.by_slot
+        keys = look.request.keys
+        look.budget = ()
+        if not keys:
             look.candidates = eligible
             look.note = "no key to place; least in-flight"
-            return group.pick(eligible, look.by_slot)
+            return group.pick(eligible, by_slot)
         inflight, weight = group.inflight, group.weight
         for worker in look.excluded:
             inflight -= worker.inflight
@@ -35,4 +38,4 @@ class ConsistentHash(Policy):
         under = group.order.below(bound) & eligible
         look.candidates = under or eligible
         look.note = f"ring place of the first key among workers under {bound:.3g} in flight per weight"
-        return self._ring.nearest(look.keys[0], under or eligible, look.by_slot)
+        return self._ring.nearest(keys[0], under or eligible, by_slot)

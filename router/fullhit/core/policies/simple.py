@@ -15,11 +15,12 @@ class LeastLoaded(Policy):
     """Exactly the least loaded worker (`inflight / weight`), ties in turn."""
 
     def choose(self, look: Look) -> Worker:
+        look.budget = ()
         look.candidates = look.eligible
         look.note = "least in-flight"
         if not look.excluded:
-            return look.groups[0].order.first()
-        return look.groups[0].pick(look.eligible, look.by_slot)
+            return self._groups[0].order.first()
+        return self._groups[0].pick(look.eligible, look.scene.by_slot)
 
 
 class RoundRobin(Policy):
@@ -42,6 +43,7 @@ class RoundRobin(Policy):
         self._queue[worker] = None
 
     def choose(self, look: Look) -> Worker:
+        look.budget = ()
         look.candidates = look.eligible
         look.note = "next in turn"
         eligible = look.eligible
@@ -78,10 +80,11 @@ class Random(_Drawn):
     """Any eligible worker, in proportion to its weight. Costs time in the number of workers where weights differ."""
 
     def choose(self, look: Look) -> Worker:
+        look.budget = ()
         look.candidates = look.eligible
         look.note = "drawn at random"
         members = self._members
-        if look.groups[0].uniform:
+        if self._groups[0].uniform:
             for _ in range(_TRIES):
                 worker = self._rng.choice(members)
                 if worker.bit & look.eligible:
@@ -95,6 +98,7 @@ class PowerOfTwo(_Drawn):
     """The less loaded of two different workers drawn at random; the first drawn where they are equal."""
 
     def choose(self, look: Look) -> Worker:
+        look.budget = ()
         look.note = "less in-flight of two drawn at random"
         members = self._members
         if not look.excluded and len(members) > 1:
