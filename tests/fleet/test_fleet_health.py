@@ -275,7 +275,7 @@ def test_a_dead_process_that_is_back_gets_one_request_first(world):
 
 
 def test_the_trial_leaves_room_beside_requests_from_before(make_world):
-    world = make_world(max_inflight=8)
+    world = make_world(max_inflight={"default": 8})
     world.add_ready(A, B)
     old = [send(world, A) for _ in range(5)]
     trip(world, A, "reset")

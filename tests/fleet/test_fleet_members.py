@@ -251,6 +251,25 @@ def test_views_register_into_their_own_pool(world):
     assert view.unregister_url(A) is True
 
 
+def test_a_worker_named_again_with_other_facts_takes_them_on(world):
+    world.add_ready(A)
+    world.fleet.add(A, source=Source.ADMIN, weight=3.0, device="cpu", max_inflight=5)
+    worker = world.pool.get(A)
+    assert (worker.weight, worker.device_class, worker.max_inflight, worker.ready) == (3.0, "cpu", 5, True)
+    with pytest.raises(ValueError, match="weight"):
+        world.fleet.add(A, weight=-1.0)
+    assert world.pool.get(A).weight == 3.0
+
+
+def test_a_heartbeat_names_the_device_of_a_worker_that_only_registered(world):
+    world.fleet.register_url(A)
+    world.fleet.add(B, device="cuda")
+    world.fleet.heartbeat(A, "cpu")
+    world.fleet.heartbeat(B, "cpu")
+    assert world.pool.get(A).device_class == "cpu"
+    assert world.pool.get(B).device_class == "gpu", "an operator said otherwise"
+
+
 def test_a_description_is_json_ready(world):
     import msgspec
 

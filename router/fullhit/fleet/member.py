@@ -59,6 +59,8 @@ class Member:
     breaker: Breaker
     added_at: float
     worker_id: int = field(init=False)
+    device_given: bool = False
+    """The device was named, not assumed."""
     answered: bool = False
     """A probe was answered at least once."""
     down: str = ""

@@ -99,11 +99,14 @@ class Fleet(Roster):
         """URLs of the default pool's workers, in the order of joining."""
         return self._urls(self.settings.default_pool)
 
-    def heartbeat(self, worker_id: str) -> None:
-        """The worker's publisher is alive."""
+    def heartbeat(self, worker_id: str, device: str | None = None) -> None:
+        """The worker's publisher is alive. ``device``, as it says itself, counts where nobody has named one."""
         member = self._members.get(worker_id)
-        if member is not None:
-            member.last_heartbeat = self._clock()
+        if member is None:
+            return
+        member.last_heartbeat = self._clock()
+        if device and not member.device_given:
+            self._restate(member, device, None, None, None)
 
     # -- time and probes ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 from fullhit.core.pool import Pool
 from fullhit.core.types import WorkerSpec
@@ -96,7 +98,8 @@ class Roster:
         max_inflight: int | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> Member:
-        """Add a worker, or return the one that is there already (a repeated registration is harmless).
+        """Add a worker, or return the one that is there already (a repeated registration is harmless) with its device,
+        weight, cap and labels changed where given.
 
         Raises ValueError, with the reason, for a URL that is no http origin, an unknown pool, a worker that sits in
         another pool, a weight or cap out of range, or a full fleet.
@@ -110,6 +113,7 @@ class Roster:
         if member is not None:
             if member.pool != pool_name:
                 raise ValueError(f"worker {id} belongs to pool {member.pool!r}; remove it there first")
+            self._restate(member, device, weight, max_inflight, labels)
             self._seen_again(member, source)
             return member
         if len(self._members) >= self.settings.max_workers:
@@ -119,11 +123,12 @@ class Roster:
             url=id,
             device=device or "cuda",
             weight=1.0 if weight is None else weight,
-            max_inflight=self.settings.max_inflight if max_inflight is None else max_inflight,
+            max_inflight=self.settings.max_inflight.get(pool_name) if max_inflight is None else max_inflight,
             labels=dict(labels or {}),
         )
         now = self._clock()
         member = Member(spec, pool_name, source, Breaker(self.settings.breaker, self._rng), now)
+        member.device_given = device is not None
         member.retry_delay = self.settings.first_retry
         member.probe_due = now
         target.add_worker(spec)  # may refuse: the pool has a limit of its own
@@ -200,9 +205,7 @@ class Roster:
             cap = self._trial_cap(member, worker.inflight) if trial else member.spec.max_inflight
             member.trial_cap = cap if trial else None
             if worker.max_inflight != cap:
-                # Taken out and put back, so that the pool weighs the worker anew under the changed cap.
-                pool.set_ready(member.id, False)
-                worker.max_inflight = cap
+                pool.add_worker(replace(member.spec, max_inflight=cap))
             pool.set_ready(member.id, ready)
         self._announce(member)
 
@@ -250,6 +253,25 @@ class Roster:
         self._tell("worker_gone", worker=member.id, pool=member.pool, cause=cause, requests_in_flight=cut)
         for callback in self.on_removed:
             callback(member.pool, member.id)
+
+    def _restate(
+        self,
+        member: Member,
+        device: str | None,
+        weight: float | None,
+        max_inflight: int | None,
+        labels: Mapping[str, str] | None,
+    ) -> None:
+        changes: dict[str, Any] = {"device": device, "weight": weight, "max_inflight": max_inflight, "labels": labels}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        spec = replace(member.spec, **changes)
+        member.device_given = member.device_given or device is not None
+        if spec == member.spec:
+            return
+        member.spec = spec
+        cap = spec.max_inflight if member.trial_cap is None else member.trial_cap
+        self._pools[member.pool].add_worker(replace(spec, max_inflight=cap))
+        self._tell("worker_changed", worker=member.id, pool=member.pool, **{k: str(v) for k, v in changes.items()})
 
     def _seen_again(self, member: Member, source: Source) -> None:
         """A worker that is known is named again: its process may be new, so look at it soon."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -36,7 +37,7 @@ class FleetSettings:
 
     ``misses`` failed probes in a row make a worker unhealthy; ``stuck_after`` without a finished request while some
     are in flight does too. ``forget_after`` drops dead workers that no operator named. ``probe`` False trusts every
-    worker from the start. ``max_inflight`` is the cap of workers that name none.
+    worker from the start. ``max_inflight``: by pool, the cap of workers that name none.
     """
 
     interval: float = 10.0
@@ -50,7 +51,7 @@ class FleetSettings:
     probe: bool = True
     discover: bool = True
     default_pool: str = "default"
-    max_inflight: int | None = None
+    max_inflight: Mapping[str, int] = field(default_factory=dict)
     max_workers: int = 65_536
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
 

@@ -11,15 +11,12 @@ is kept beside the decision and shown by ``GET /decisions``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from fullhit.core.decision import Decision, DecisionLog
 from fullhit.telemetry.log import Log
 from fullhit.telemetry.metrics import Metrics
-
-if TYPE_CHECKING:
-    from fullhit.core.pool import Pool
 
 __all__ = ["DecisionLines", "Telemetry"]
 
@@ -31,7 +28,7 @@ class Telemetry:
 
     ``kept`` decisions per pool stay readable. Usage::
 
-        telemetry = Telemetry(metrics, log, pools)
+        telemetry = Telemetry(metrics, log)
         telemetry.count("retries", cause="connect")
         telemetry.event("plane_lost", "warning", plane="nats")
         telemetry.decision(decision, code=200, ms=12.5)
@@ -41,7 +38,6 @@ class Telemetry:
         self,
         metrics: Metrics,
         log: Log,
-        pools: Mapping[str, Pool],
         *,
         decisions: DecisionLines = "all",
         kept: int = 1000,
@@ -50,7 +46,6 @@ class Telemetry:
             raise ValueError(f"decisions is {decisions!r}; use all, errors or off")
         self.metrics = metrics
         self.log = log
-        self._pools = pools
         self._decisions = decisions
         self._kept = kept
         self._logs: dict[str, DecisionLog] = {}
@@ -79,7 +74,7 @@ class Telemetry:
 
         ``code`` (status), ``ms`` and ``error`` are the usual fields of ``outcome``.
         """
-        pool = self._pool_of(decision)
+        pool = decision.pool
         key = (pool, decision.id)
         known = self._outcomes.get(key)
         if known is None:
@@ -94,7 +89,7 @@ class Telemetry:
         code = outcome.get("code")
         failed = "error" in outcome or (isinstance(code, int) and code >= 400)
         if failed or self._decisions == "all":
-            self.log.event("decision", "warning" if failed else "info", **_line(pool, decision), **outcome)
+            self.log.event("decision", "warning" if failed else "info", **_line(decision), **outcome)
 
     def find_decision(self, id: int, pool: str | None = None) -> dict[str, Any] | None:
         """The record of one decision with its outcome; ids are per pool, the first pool that knows it wins."""
@@ -121,7 +116,7 @@ class Telemetry:
         self.metrics.forget_worker(worker)
 
     def _record(self, pool: str, decision: Decision) -> dict[str, Any]:
-        return {"pool": pool, **decision.record(), "outcome": dict(self._outcomes.get((pool, decision.id), {}))}
+        return {**decision.record(), "outcome": dict(self._outcomes.get((pool, decision.id), {}))}
 
     def _log_of(self, pool: str) -> DecisionLog:
         log = self._logs.get(pool)
@@ -129,22 +124,17 @@ class Telemetry:
             log = self._logs[pool] = DecisionLog(self._kept)
         return log
 
-    def _pool_of(self, decision: Decision) -> str:
-        if len(self._pools) == 1:
-            return next(iter(self._pools))
-        for name, pool in self._pools.items():
-            if pool.get(decision.worker.id) is decision.worker:
-                return name
-        return ""
 
-
-def _line(pool: str, decision: Decision) -> dict[str, object]:
+def _line(decision: Decision) -> dict[str, object]:
+    # Not from `decision.record()`: rendering all of it would cost more than the request did.
     return {
         "request_id": decision.request_id or None,
         "decision": decision.id,
-        "pool": pool,
+        "pool": decision.pool,
         "reason": str(decision.reason),
         "worker": decision.worker.id,
         "keys": len(decision.request.keys),
-        "inflight": decision.worker.inflight,
+        "held": decision.keys_held,
+        "inflight": decision.inflight,
+        "candidates": decision.eligible.bit_count(),
     }

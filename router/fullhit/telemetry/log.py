@@ -16,6 +16,7 @@ at the price of one line a minute that carries the number suppressed since the l
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -131,7 +132,7 @@ class Log:
             if len(line) > MAX_LINE_CHARS:
                 short = {k: v for k, v in clean.items() if len(_json_text(v)) <= 256}
                 line = render(stamp, level, kind, short | {"fields_cut": len(clean) - len(short)})
-            return line[:MAX_LINE_CHARS]
+            return line[:MAX_LINE_CHARS] if line.isprintable() else _printable(line)[:MAX_LINE_CHARS]
         except Exception as error:  # a field whose repr raises, a clock out of range ...
             return (
                 f'{{"level":"error","event":"log_failed","kind":{_json_text(kind)},"cause":"{type(error).__name__}"}}'
@@ -187,15 +188,17 @@ def _iso(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)) + f".{int((seconds - whole) * 1000):03d}Z"
 
 
+def _printable(line: str) -> str:
+    """What else moves a terminal's cursor than the controls which JSON escapes, as escapes that JSON reads back."""
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
+
+
 def _clean(value: object) -> object:
     if type(value) is str:
         text = redact(value)
         if len(text) > MAX_FIELD_CHARS:
             text = f"{text[:MAX_FIELD_CHARS]}...({len(text) - MAX_FIELD_CHARS} more)"
-        # JSON escapes what lies below space; these are the other ways to move a terminal's cursor, and lone surrogates.
-        if not text.isprintable():
-            text = "".join(c if c.isprintable() or c < " " else ascii(c)[1:-1] for c in text)
-        return text
+        return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()  # lone surrogates
     if type(value) is float:
         return round(value, 6)
     return value

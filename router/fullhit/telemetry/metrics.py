@@ -245,6 +245,17 @@ class _Live(Collector):
         self._gauges = gauges
         self._totals = totals
 
+    def _pool_counters(self) -> Metric:
+        family = CounterMetricFamily(
+            "fullhit_pool_refusals",
+            "What a pool did not take: keys over a cap, unknown workers",
+            labels=["pool", "kind"],
+        )
+        for name, pool in self._pools.items():
+            for kind, number in pool.counters.items():
+                family.add_metric([name, kind], number)
+        return family
+
     def collect(self) -> Iterator[Metric]:
         inflight: dict[str, float] = {}
         encoding: dict[str, float] = {}
@@ -252,7 +263,7 @@ class _Live(Collector):
         entries: dict[str, float] = {}
         keys: dict[str, float] = {}
         for name, pool in self._pools.items():
-            keys[name] = _distinct_keys(pool)
+            keys[name] = pool.index_keys
             for worker in pool.workers():
                 # A worker that sits in two pools is one series: two would make the whole scrape invalid.
                 inflight[worker.id] = inflight.get(worker.id, 0) + worker.inflight
@@ -263,14 +274,11 @@ class _Live(Collector):
         yield _family("fullhit_worker_encoding", "Of those, the ones that really encode", "worker", encoding)
         yield _family("fullhit_worker_up", "1 when the worker gets traffic", "worker", ready)
         yield _family("fullhit_index_keys", "Distinct keys in the index", "pool", keys)
+        yield self._pool_counters()
         yield _family("fullhit_index_entries", "Keys the worker is believed to hold", "worker", entries)
         yield from _read(self._gauges, GaugeMetricFamily)
         yield from _read(self._totals, CounterMetricFamily)
         yield InfoMetricFamily("fullhit_build", "Version of the router", value={"version": fullhit.__version__})
-
-
-def _distinct_keys(pool: Pool) -> float:
-    return float(getattr(pool, "index_keys", 0))
 
 
 def _family(name: str, help: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:

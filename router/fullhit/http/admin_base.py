@@ -1,0 +1,90 @@
+"""What the admin routes share: their context, their errors, reading and writing JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from fullhit.core.pool import Pool
+from fullhit.fleet.registry import Fleet
+from fullhit.http.leases import Leases
+from fullhit.telemetry.facade import Telemetry
+
+__all__ = ["CONTEXT", "AdminContext", "AdminError", "AdminSettings", "json_reply", "read_json"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class AdminSettings:
+    """``key``: the bearer token, empty = none asked. Sizes in bytes, times in seconds."""
+
+    key: str = ""
+    max_body_bytes: int = 64 << 20
+    lease_seconds: float = 60.0
+    max_leases: int = 10_000
+    default_pool: str = "default"
+
+
+@dataclass(slots=True)
+class AdminContext:
+    """What the admin application shows and changes.
+
+    ``plane_status``: JSON-ready facts about the event plane; ``ok`` False makes the router degraded, ``reason`` says
+    why. ``stream_status(pool, worker id)``: the same about one worker's stream. ``oldest_inflight(worker id)``: age in
+    seconds of its oldest request. ``draining``: whether the router is about to leave.
+    """
+
+    pools: Mapping[str, Pool]
+    fleet: Fleet
+    telemetry: Telemetry
+    clock: Callable[[], float]
+    settings: AdminSettings = field(default_factory=AdminSettings)
+    plane_status: Callable[[], Mapping[str, Any]] = dict
+    stream_status: Callable[[str, str], Mapping[str, Any] | None] = lambda pool, worker: None
+    oldest_inflight: Callable[[str], float | None] = lambda worker: None
+    draining: Callable[[], bool] = lambda: False
+    leases: Leases = field(init=False)
+    started_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leases = Leases(self.settings.lease_seconds, self.settings.max_leases, clock=self.clock)
+        self.started_at = self.clock()
+
+
+CONTEXT = web.AppKey("context", AdminContext)
+
+
+class AdminError(Exception):
+    """The caller's mistake, or a state that does not allow what it asks. Becomes the JSON error of the answer."""
+
+    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.headers = headers
+
+
+async def read_json(request: web.Request, type: type[T]) -> T:
+    """The body as ``type``; raises `AdminError` naming the field that is wrong."""
+    body = await request.read()
+    try:
+        return msgspec.json.decode(body or b"{}", type=type)
+    except msgspec.ValidationError as error:
+        raise AdminError(400, "invalid_request", f"{error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise AdminError(400, "invalid_json", f"the body is not JSON: {error}") from None
+
+
+def json_reply(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """``value`` as a JSON answer."""
+    return web.Response(
+        body=msgspec.json.encode(value, enc_hook=str) + b"\n",
+        status=status,
+        content_type="application/json",
+        headers=headers,
+    )
