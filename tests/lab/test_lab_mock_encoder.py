@@ -21,7 +21,7 @@ from aiohttp import web
 from fullhit.lab.embedding import PartHeader, decode_header, mock_embedding
 from fullhit.lab.images import data_uri
 from fullhit.lab.language_server import Backend, LanguageServerSettings, MockLanguageServer, RequestFailed
-from fullhit.lab.processes import Child, Supervisor, fetch_json, start_nats
+from fullhit.lab.processes import Child, Supervisor, fetch_json, free_port, start_nats
 from fullhit_publisher import fold, item_key, key_text
 from fullhit_publisher.keys import digest
 from fullhit_publisher.wire import Delta, Heartbeat, decode_envelope, decode_message
@@ -58,11 +58,11 @@ async def post(http: aiohttp.ClientSession, url: str, body: object) -> tuple[int
 class Rank:
     """A scheduler rank's end of the push: a bound PULL socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int | None = None) -> None:
         self.context = zmq.asyncio.Context()
         self.socket = self.context.socket(zmq.PULL)
-        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        self.url = f"127.0.0.1:{self.port}"
+        self.url = f"127.0.0.1:{port or free_port()}"
+        self.socket.bind(f"tcp://{self.url}")
 
     async def __aenter__(self) -> Rank:
         return self
@@ -307,15 +307,24 @@ async def test_bodies_of_many_megabytes_pass(start_encoder: StartEncoder, http: 
     assert "cannot decode" in reply["message"]
 
 
-async def test_a_push_that_nobody_takes_is_a_502(
+async def test_a_push_waits_for_its_receiver_inside_the_socket_and_only_a_bad_address_is_a_502(
     start_encoder: StartEncoder, http: aiohttp.ClientSession, pictures: list[bytes]
 ) -> None:
-    _, url = await start_encoder("--send-timeout", "0.3")
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port = bound.getsockname()[1]
-    status, reply = await post(http, f"{url}/encode", encode_body("x", data_uri(pictures[0]), embedding_port=port))
-    assert status == 502
-    assert str(port) in reply["message"]
+    _, url = await start_encoder()
+    late = free_port()
+    body = encode_body("late", data_uri(pictures[0]), embedding_port=late)
+    assert await post(http, f"{url}/encode", body) == (200, None)
+    async with Rank(late) as rank:
+        assert (await rank.part())[1] == expected(pictures[:1])
+    body = encode_body("bad", data_uri(pictures[0]), embedding_port=70_000)
+    status, reply = await post(http, f"{url}/encode", body)
+    assert (status, "70000" in reply["message"]) == (502, True)
+
+
+async def test_an_encode_that_nobody_registers_for_is_a_504(
+    start_encoder: StartEncoder, http: aiohttp.ClientSession, pictures: list[bytes]
+) -> None:
+    _, url = await start_encoder("--send-timeout", "0.1")
     status, reply = await post(http, f"{url}/encode", encode_body("y", data_uri(pictures[0])))
     assert status == 504
     assert "0 of ? destinations" in reply["message"]

@@ -11,8 +11,9 @@ arrive in either order. The rule of SGLang 0.5.23, which ``Rendezvous`` keeps:
 An ``/encode`` ends when its part has been pushed to ``receive_count`` addresses. The same part id posted twice is
 encoded and delivered twice; nothing de-duplicates.
 
-``Pusher`` does the pushing. Sockets wait for a real connection (``ZMQ_IMMEDIATE``), so an address where nobody
-listens is a failed push and not bytes in a queue for ever.
+``Pusher`` does the pushing, as ZMQ does it by default: a push is done when the socket has taken the frames. At an
+address where nobody listens that is at once too, and the frames wait for somebody until the socket is closed (two
+seconds, or as long as a kept one has room). So a single ``/encode`` by hand gets its reply without a receiver.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ __all__ = ["CountMismatch", "Destinations", "NoEncode", "PushFailed", "Pusher", 
 MAX_HELD = 20_000
 # Open sockets to scheduler ranks; a language server has one address per rank.
 MAX_SOCKETS = 256
+# Parts that wait in one socket for a receiver; the next one waits outside and fails in time.
+HIGH_WATER = 256
 # How long a closed socket may still deliver what was sent, milliseconds.
-LINGER_MS = 10_000
+LINGER_MS = 2_000
 
 
 class NoEncode(Exception):
@@ -52,7 +55,7 @@ class CountMismatch(ValueError):
 
 
 class PushFailed(Exception):
-    """Nobody took the embedding at the address within the time."""
+    """The address is unusable, or too many parts wait there already."""
 
 
 class Destinations:
@@ -169,9 +172,11 @@ class Pusher:
             self._sockets.popitem(last=False)[1].close(linger=LINGER_MS)
 
     def _connect(self, address: str) -> zmq.asyncio.Socket:
+        port = address.rpartition(":")[2]
+        if not port.isdecimal() or not 0 < int(port) < 65536:  # ZMQ would take it and never connect
+            raise PushFailed(f"no usable address: {address}")
         socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         try:
             socket.connect(f"tcp://{address}")
         except zmq.ZMQError as problem:
