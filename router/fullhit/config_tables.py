@@ -105,10 +105,10 @@ class EventsConfig(Table):
 
 
 class WorkerConfig(Table):
-    """One worker known from the start."""
+    """One worker known from the start. Without ``device`` its heartbeat tells; until then it counts as GPU."""
 
     url: str
-    device: str = "cuda"
+    device: str | None = None
     weight: float = 1.0
     max_inflight: int | None = None
 

@@ -283,28 +283,13 @@ class Ingest:
     def status(self) -> list[StreamStatus]:
         """One row a worker."""
         now = self._clock()
-        rows = []
-        for (pool, number), lane in self._lanes.items():
-            stream = lane.stream
-            rows.append(
-                StreamStatus(
-                    pool=pool,
-                    worker=lane.worker.id,
-                    worker_id=number,
-                    state=str(stream.state),
-                    epoch=stream.epoch,
-                    applied=stream.applied,
-                    head=stream.head,
-                    keys=lane.worker.key_count,
-                    doubts=sorted(stream.doubts),
-                    resync=stream.resync_cause,
-                    heard_age=now - stream.last_heard if lane.messages else None,
-                    messages=lane.messages,
-                    waiting_bytes=lane.waiting_bytes,
-                    quarantine=stream.quarantine_cause if stream.state == "quarantined" else "",
-                )
-            )
-        return rows
+        return [_row(pool, number, lane, now) for (pool, number), lane in self._lanes.items()]
+
+    def worker_status(self, pool: str, worker_id: str) -> StreamStatus | None:
+        """The row of one worker; None when it is not followed."""
+        number = worker_id_for(worker_id)
+        lane = self._lanes.get((pool, number))
+        return None if lane is None else _row(pool, number, lane, self._clock())
 
     def stream(self, pool: str, worker_id: str) -> WorkerStream | None:
         """The stream of one worker, for tests and status."""
@@ -512,6 +497,26 @@ class Ingest:
             if now >= lane.mention_at:
                 lane.mention_at = now + _SILENT_REPEAT
                 self._log("warning", "worker_never_published", lane.worker.id, seconds=round(now - lane.added_at))
+
+
+def _row(pool: str, number: int, lane: Lane, now: float) -> StreamStatus:
+    stream = lane.stream
+    return StreamStatus(
+        pool=pool,
+        worker=lane.worker.id,
+        worker_id=number,
+        state=str(stream.state),
+        epoch=stream.epoch,
+        applied=stream.applied,
+        head=stream.head,
+        keys=lane.worker.key_count,
+        doubts=sorted(stream.doubts),
+        resync=stream.resync_cause,
+        heard_age=now - stream.last_heard if lane.messages else None,
+        messages=lane.messages,
+        waiting_bytes=lane.waiting_bytes,
+        quarantine=stream.quarantine_cause if stream.state == "quarantined" else "",
+    )
 
 
 def _check_url(url: str, number: int) -> None:

@@ -1,0 +1,309 @@
+"""The router as one process: builds the parts, connects them, runs until told to stop, takes them down in order.
+
+Start: the core first, then the event plane (never waited for), then probing, and the listeners last, so that the
+first request meets a complete router. Stop: the data listener goes first and running requests are finished, the
+admin listener last, so that an operator can watch the drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+
+import fullhit
+from fullhit import settings as build
+from fullhit.config import Config, ConfigError, WorkerConfig, parse_address
+from fullhit.core import Pool
+from fullhit.events import EmbeddedNats, EmbeddedNatsError, EventPlane, Ingest, NatsPlane
+from fullhit.events.no_plane import NoPlane
+from fullhit.fleet import Fleet, HealthSupervisor
+from fullhit.http.admin import AdminContext, AdminSettings, build_admin_app
+from fullhit.http.encoder import EncoderGateway, sglang_error
+from fullhit.http.wire import HttpListener, UpstreamClient
+from fullhit.telemetry import DecisionLines, Log, LogFormat, LoopLag, Metrics, Telemetry, bridge_logging
+from fullhit_publisher.wire import Heartbeat
+
+__all__ = ["Router", "serve"]
+
+EMBEDDED_PORT = 4222
+"""Where publishers look when nobody tells them otherwise."""
+
+
+class StartError(Exception):
+    """The router cannot start; the text says what to do."""
+
+
+class Router:
+    """All parts of one router. Create it inside the running loop.
+
+    Usage::
+
+        router = Router(config, log)
+        await router.start()          # raises StartError
+        ...
+        await router.stop(drain=30)
+    """
+
+    def __init__(self, config: Config, log: Log) -> None:
+        self.config = config
+        self.log = log
+        clock = time.monotonic
+        self.pools: dict[str, Pool] = {
+            name: Pool(name, build.pool_settings(pool), clock=clock) for name, pool in config.pool.items()
+        }
+        metrics = Metrics(self.pools)
+        self.telemetry = Telemetry(metrics, log, decisions=cast("DecisionLines", config.log.decisions))
+        self.fleet = Fleet(self.pools, build.fleet_settings(config), clock=clock, observer=self.telemetry)
+        self.ingest = Ingest(
+            self.pools,
+            build.ingest_settings(config),
+            clock=clock,
+            metrics=self.telemetry,
+            log=self.telemetry.event_line,
+            on_unknown_worker=self._unknown_worker,
+            on_heartbeat=self._heartbeat,
+        )
+        self.fleet.on_added.append(self.ingest.worker_added)
+        self.fleet.on_removed.append(self.ingest.worker_removed)
+        self.fleet.on_removed.append(self.telemetry.worker_removed)
+        self.supervisor = HealthSupervisor(self.fleet, clock=clock)
+        self.client = UpstreamClient(build.upstream_limits(config.encoder_gateway))
+        home = config.encoder_gateway.pool
+        self.gateway = EncoderGateway(
+            self.pools[home],
+            self.client,
+            self.fleet.view(home),
+            build.gateway_settings(config.encoder_gateway),
+            self.telemetry,
+            clock,
+        )
+        self.listener = HttpListener(
+            self.gateway.handle, build.listener_limits(config), self._refused, error_format=sglang_error
+        )
+        self.lag = LoopLag()
+        self.nats: EmbeddedNats | None = None
+        self.plane: EventPlane | None = None
+        self.draining = False
+        self._admin: web.AppRunner | None = None
+        self._listening = False
+        self._clock = clock
+        self._add_gauges(metrics)
+
+    async def start(self) -> None:
+        """Start everything. Raises StartError; what was started by then is for `stop` to end."""
+        for name, pool in self.config.pool.items():
+            for worker in pool.workers:
+                assert isinstance(worker, WorkerConfig)  # `load_config` makes them so
+                self.fleet.add(
+                    worker.url,
+                    pool=name,
+                    device=worker.device,
+                    weight=worker.weight,
+                    max_inflight=worker.max_inflight,
+                )
+        self.plane = await self._make_plane()
+        await self.plane.start()
+        await self.supervisor.start()
+        data = await self._listen_data()
+        admin = await self._listen_admin()
+        self.lag.start()
+        self.log.event(
+            "listening",
+            data=f"http://{data}",
+            admin=f"http://{admin}",
+            event_plane=self.plane.status().url or "none",
+            workers=len(self.fleet),
+            version=fullhit.__version__,
+        )
+
+    async def stop(self, drain: float) -> None:
+        """Finish what runs for up to ``drain`` seconds, then end everything. Never raises."""
+        self.draining = True
+        report = None
+        if self._listening:
+            report = await self.listener.drain(drain)
+            calm = await self.gateway.drain(max(0.0, drain) if report.cut == 0 else 0.0)
+            self.log.event(
+                "drained",
+                "info" if report.cut == 0 and calm else "warning",
+                running=report.running,
+                finished=report.finished,
+                cut=report.cut,
+            )
+        for name, ending in (
+            ("listener", self.listener.close),
+            ("upstream", self.client.close),
+            ("health", self.supervisor.stop),
+            ("event plane", self.plane.close if self.plane is not None else None),
+            ("nats-server", self.nats.close if self.nats is not None else None),
+            ("admin", self._admin.cleanup if self._admin is not None else None),
+        ):
+            if ending is not None:
+                try:
+                    await ending()
+                except Exception as error:
+                    self.log.event("stop_failed", "error", part=name, cause=repr(error))
+        self.lag.stop()
+
+    async def _make_plane(self) -> EventPlane:
+        plane = self.config.events.plane
+        if plane == "none":
+            return NoPlane(self.ingest)
+        if plane.partition(":")[0] == "embedded":
+            port = int(plane.partition(":")[2] or EMBEDDED_PORT)
+            self.nats = EmbeddedNats(port, log=self.telemetry.event_line)
+            try:
+                await self.nats.start()
+            except EmbeddedNatsError as error:
+                raise StartError(
+                    f"{error}\nIf a NATS server runs there already, use it: --event-plane nats://127.0.0.1:{port}; "
+                    "or take another port: --event-plane embedded:PORT"
+                ) from None
+            plane = self.nats.url
+        try:
+            return NatsPlane(plane, self.ingest, build.nats_settings(self.config), log=self.telemetry.event_line)
+        except ValueError as error:
+            raise StartError(f"events.plane: {error}") from None
+
+    async def _listen_data(self) -> str:
+        address = parse_address(self.config.server.listen, "server.listen")
+        try:
+            host, port = await self.listener.start(address.host, address.port)
+        except OSError as error:
+            raise StartError(f"cannot listen on {address} (server.listen): {error.strerror or error}") from None
+        self._listening = True
+        return str(address._replace(host=host, port=port))
+
+    async def _listen_admin(self) -> str:
+        server = self.config.server
+        address = parse_address(server.admin_listen, "server.admin_listen")
+        context = AdminContext(
+            pools=self.pools,
+            fleet=self.fleet,
+            telemetry=self.telemetry,
+            clock=self._clock,
+            settings=AdminSettings(key=server.admin_key, default_pool=self.config.encoder_gateway.pool),
+            plane_status=self._plane_status,
+            stream_status=self._stream_status,
+            oldest_inflight=lambda worker: self.gateway.oldest_inflight().get(worker),
+            draining=lambda: self.draining,
+        )
+        self._admin = web.AppRunner(build_admin_app(context), access_log=None, handle_signals=False)
+        await self._admin.setup()
+        site = web.TCPSite(self._admin, address.host, address.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise StartError(f"cannot listen on {address} (server.admin_listen): {error.strerror or error}") from None
+        host, port = self._admin.addresses[0][:2]
+        return str(address._replace(host=str(host), port=int(port)))
+
+    def _plane_status(self) -> Mapping[str, Any]:
+        if self.plane is None:
+            return {"ok": False, "reason": "not started"}
+        status = self.plane.status()
+        known = {
+            "kind": status.kind,
+            "url": status.url,
+            "connected": status.connected,
+            "connects": status.connects,
+            "last_message_age_seconds": status.last_message_age,
+        }
+        return {**known, "ok": status.connected or status.kind == "none", "reason": status.error}
+
+    def _stream_status(self, pool: str, worker: str) -> Mapping[str, Any] | None:
+        status = self.ingest.worker_status(pool, worker)
+        return None if status is None else cast("Mapping[str, Any]", msgspec.to_builtins(status))
+
+    def _unknown_worker(self, pool: str, heartbeat: Heartbeat) -> None:
+        self.fleet.discover(pool, heartbeat)
+
+    def _heartbeat(self, pool: str, worker: str, heartbeat: Heartbeat) -> None:
+        self.fleet.heartbeat(worker, heartbeat.device)
+
+    def _refused(self, kind: str) -> None:
+        if kind.startswith("refused_"):
+            self.telemetry.count("rejected", cause=kind.removeprefix("refused_"))
+
+    def _add_gauges(self, metrics: Metrics) -> None:
+        def gauge(name: str, help: str, key: str) -> None:
+            metrics.gauge(name, help, lambda: float(cast("int", self.gateway.status()[key])))
+
+        gauge("queue_depth", "Requests waiting for a worker", "queued")
+        gauge("queue_bytes", "Bytes of their bodies", "queued_bytes")
+        gauge("open_calls", "Calls of the encoder gateway under way", "open_calls")
+        gauge("parts", "Parts remembered by the encoder gateway", "parts")
+        metrics.gauge("event_loop_lag_seconds", "Worst delay of the event loop lately", lambda: self.lag.worst)
+        metrics.gauge("connections", "Open client connections", lambda: float(len(self.listener.connections)))
+        metrics.gauge("upstream_connections", "Open connections to workers", lambda: self.client.open_connections)
+        metrics.gauge("event_plane_up", "1 while the event plane is connected",
+                      lambda: float(self.plane is not None and self.plane.status().connected))  # fmt: skip
+
+
+def serve(config: Config) -> int:
+    """Run a router until SIGTERM or SIGINT. Returns the exit code."""
+    log = Log(
+        sys.stderr, config.log.level, None if config.log.format == "auto" else cast("LogFormat", config.log.format)
+    )
+    try:
+        with bridge_logging(log), asyncio.Runner(loop_factory=_loop_factory(config.server.loop)) as runner:
+            return runner.run(_run(config, log))
+    finally:
+        log.close()
+
+
+async def _run(config: Config, log: Log) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    told = 0
+
+    def asked(name: str) -> None:
+        nonlocal told
+        told += 1
+        log.event("stopping" if told == 1 else "stopping_now", signal=name)
+        stop.set()
+        if told > 1 and task is not None:
+            task.cancel()
+
+    task: asyncio.Task[None] | None = None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked, number.name)
+    loop.add_signal_handler(signal.SIGHUP, log.event, "sighup_ignored", "warning")
+    router = Router(config, log)
+    code = 0
+    try:
+        await router.start()
+        gc.collect()
+        gc.freeze()
+        await stop.wait()
+    except (StartError, ConfigError) as error:
+        log.flush()
+        sys.stderr.write(f"fullhit: {error}\n")
+        code = 2
+    task = asyncio.create_task(router.stop(config.server.drain_timeout if code == 0 else 0.0))
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    if task.cancelled():
+        await router.stop(0.0)
+    return code
+
+
+def _loop_factory(name: str) -> Any:
+    if name == "asyncio":
+        return asyncio.new_event_loop
+    try:
+        import uvloop
+    except ImportError:
+        if name == "uvloop":
+            raise ConfigError("the package uvloop is not installed; use auto or asyncio", "server.loop") from None
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop

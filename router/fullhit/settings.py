@@ -1,0 +1,124 @@
+"""From the configuration to the settings of the parts. One function for each part, and no decisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+from fullhit.config import Config, EncoderGatewayConfig, PoolConfig
+from fullhit.core import DeviceClass, PoolSettings
+from fullhit.events import IngestSettings, NatsSettings, StreamSettings
+from fullhit.fleet import FleetSettings
+from fullhit.http.encoder import GatewaySettings, PartLimits
+from fullhit.http.encoder.settings import BadImage
+from fullhit.http.wire import ListenerLimits, UpstreamLimits
+from fullhit_publisher.wire import Limits
+
+__all__ = [
+    "fleet_settings",
+    "gateway_settings",
+    "ingest_settings",
+    "listener_limits",
+    "nats_settings",
+    "pool_settings",
+    "upstream_limits",
+]
+
+
+def pool_settings(pool: PoolConfig) -> PoolSettings:
+    """`Pool`. Further device classes keep CPU and GPU beside them."""
+    classes: tuple[DeviceClass, ...] = ()
+    if pool.device_ratios:
+        more = {name: ratio for name, ratio in pool.device_ratios.items() if name not in ("gpu", "cpu")}
+        classes = (
+            DeviceClass("gpu", pool.device_ratios.get("gpu", 1), ()),
+            DeviceClass("cpu", pool.device_ratios.get("cpu", pool.ratio), ("cpu",)),
+            *(DeviceClass(name, ratio, (name,)) for name, ratio in more.items()),
+        )
+    return PoolSettings(
+        policy=pool.policy,
+        ratio=pool.ratio,
+        full_hit_prefer="any" if pool.full_hit.prefer == "any" else "gpu",
+        classes=classes,
+        predict=pool.predict,
+        predicted_bytes=pool.predicted_capacity_bytes,
+        max_keys=pool.max_keys,
+        max_keys_per_worker=pool.max_keys_per_worker,
+        max_workers=pool.max_workers,
+    )
+
+
+def fleet_settings(config: Config) -> FleetSettings:
+    """`Fleet`."""
+    health = config.health
+    return FleetSettings(
+        interval=health.interval,
+        timeout=health.timeout,
+        misses=health.misses,
+        stuck_after=health.stuck_after,
+        forget_after=health.forget_after,
+        path=health.path,
+        discover=config.events.discover,
+        default_pool=config.encoder_gateway.pool,
+        max_inflight={name: pool.max_inflight for name, pool in config.pool.items() if pool.max_inflight},
+    )
+
+
+def ingest_settings(config: Config) -> IngestSettings:
+    """`Ingest`."""
+    events = config.events
+    most = max(pool.max_keys_per_worker for pool in config.pool.values())
+    return IngestSettings(
+        stream=StreamSettings(
+            plane_grace=events.plane_grace,
+            doubt_ttl=events.doubt_ttl,
+            max_buffered_deltas=events.max_buffered_deltas,
+            max_keys=most,
+        ),
+        limits=Limits(max_message_bytes=events.max_message_bytes, max_key_chars=events.max_key_chars),
+    )
+
+
+def nats_settings(config: Config) -> NatsSettings:
+    """`NatsPlane`."""
+    file = config.events.credentials_file
+    return NatsSettings(credentials=Path(file) if file else None)
+
+
+def listener_limits(config: Config) -> ListenerLimits:
+    """The data listener."""
+    server = config.server
+    return ListenerLimits(
+        max_body_bytes=server.max_body_bytes,
+        max_buffered_bytes=server.max_buffered_bytes,
+        max_connections=server.max_connections,
+        head_timeout=server.head_timeout,
+        body_idle_timeout=server.body_idle_timeout,
+        keepalive_timeout=server.keepalive_timeout,
+        write_timeout=server.write_timeout,
+    )
+
+
+def upstream_limits(gateway: EncoderGatewayConfig) -> UpstreamLimits:
+    """Connections to encoders."""
+    return UpstreamLimits(
+        max_connections=gateway.upstream_max_connections,
+        max_idle=min(1024, gateway.upstream_max_connections),
+        idle_timeout=gateway.upstream_idle_timeout,
+    )
+
+
+def gateway_settings(gateway: EncoderGatewayConfig) -> GatewaySettings:
+    """`EncoderGateway`."""
+    return GatewaySettings(
+        aliases=gateway.aliases,
+        queue_max=gateway.queue_max,
+        queue_max_bytes=gateway.queue_max_bytes,
+        queue_timeout=gateway.queue_timeout,
+        connect_timeout=gateway.connect_timeout,
+        encode_timeout=gateway.encode_timeout,
+        follow_timeout=gateway.follow_timeout,
+        max_attempts=gateway.max_attempts,
+        bad_image=cast("BadImage", gateway.bad_image),  # checked by `load_config`
+        parts=PartLimits(max_parts=gateway.max_parts),
+    )
