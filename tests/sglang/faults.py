@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 
 import aiohttp
 
 from .case import Run, case
-from .client import ChatReply, data_uri, encode_body, new_part_id, picture
+from .client import ChatReply, data_uri, encode_body, new_part_id, picture, registration
 from .environment import say
 from .processes import free_port, until
 from .stack import TO_SCHEDULER, TO_TOKENIZER, Server
@@ -92,24 +94,29 @@ async def clients_leave(run: Run) -> None:
         chat.cancel()
         await asyncio.gather(chat, return_exceptions=True)
     await run.language_server_lives()
-    # The same one hop further: an /encode whose caller goes away gives its slot back.
+    # The same one hop further: an /encode whose caller goes away gives its slot back. The destination is known
+    # before, so that the encoder can deliver and does not wait for it.
     for patience in (0.005, 0.05):
-        body = encode_body(new_part_id(), run.new_pictures(), port=free_port())
-        if run.stack.backend == TO_SCHEDULER:
-            body["embedding_port"] = None
+        receiver, part = run.receiver(), new_part_id()
+        body = encode_body(part, run.new_pictures())
         run.requests += 1
-        try:
+        if run.stack.backend == TO_SCHEDULER:
+            register = f"{run.router}/scheduler_receive_url"
+            await run.client.post(register, registration(part, receiver.port), 10.0)
+        else:
+            body["embedding_port"] = receiver.port
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             await run.client.post(f"{run.router}/encode", body, patience)
-        except (aiohttp.ClientError, TimeoutError):
-            pass
+    await until(run.stack.router_idle, "the router has no request in flight", 20.0)
     await run.language_server_lives()
 
 
 @case("an encoder that stops takes itself off the list", backends=(TO_SCHEDULER,))
 async def unregisters(run: Run) -> None:
     leaving = run.stack.encoders[1]
-    by_itself = await leaving.process.terminate()
-    run.expect(by_itself, "the encoder did not end on SIGTERM")
+    # On SIGTERM this release ends without its exit handlers, so without a word to the router.
+    by_itself = await leaving.process.end(signal.SIGINT)
+    run.expect(by_itself, "the encoder did not end on SIGINT")
 
     async def gone() -> bool:
         reply = await run.client.get(f"{run.router}/list_encoder_urls")

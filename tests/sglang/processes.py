@@ -91,12 +91,11 @@ class Process:
     def resume(self) -> None:
         self.signal_group(signal.SIGCONT)
 
-    async def terminate(self, patience: float = 15.0) -> bool:
-        """SIGTERM to the leader, then SIGKILL to what is left. True if it ended by itself."""
+    async def end(self, number: signal.Signals, patience: float = 15.0) -> bool:
+        """The signal to the leader, then SIGKILL to what is left. True if it ended by itself."""
         if self.popen is None:
             return True
-        with contextlib.suppress(ProcessLookupError):
-            self.popen.terminate()
+        self.popen.send_signal(number)
         with contextlib.suppress(TimedOut):
             await until(lambda: not self.alive, f"{self.name} ends", patience)
         by_itself = self.popen.poll() is not None

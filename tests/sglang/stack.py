@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -140,17 +141,26 @@ class Stack:
             await self.bring_up(server, "/health", LANGUAGE_START)
         return bool(dead)
 
+    async def workers(self) -> list[dict[str, Any]]:
+        """The router's own list of workers; empty while it cannot be asked."""
+        if self.router_command is not None:  # another router: believe what we see ourselves
+            return [
+                {"url": encoder.url, "state": "ready" if encoder.process.alive else "gone", "inflight_requests": 0}
+                for encoder in self.encoders
+            ]
+        try:
+            workers: list[dict[str, Any]] = (await self.client.get(f"{self.admin}/workers")).json()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return []
+        return workers
+
+    async def router_idle(self) -> bool:
+        workers = await self.workers()
+        return bool(workers) and not any(worker["inflight_requests"] for worker in workers)
+
     async def ready_encoders(self) -> set[str]:
         """URLs the router would send an ``/encode`` to."""
-        if self.router_command is not None:
-            return {encoder.url for encoder in self.encoders if encoder.process.alive}
-        try:
-            reply = await self.client.get(f"{self.admin}/workers")
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return set()
-        content = reply.json()
-        workers = content["workers"] if isinstance(content, dict) else content
-        return {worker["url"].rstrip("/") for worker in workers if worker["ready"]}
+        return {worker["url"].rstrip("/") for worker in await self.workers() if worker["state"] == "ready"}
 
     async def all_encoders_ready(self, limit: float = 60.0) -> None:
         async def condition() -> bool:

@@ -4,7 +4,7 @@ Python runs this file at start-up when its folder is first on PYTHONPATH. torchv
 implementations for operators which its compiled library would have declared; when that library does not load,
 the registration fails and so does the import. Declaring the operators (without kernels: nobody here calls
 them) just before the import is enough for everything in it that is plain Python, the image transforms above
-all.
+all. Where the library does load, as beside a CUDA build of torch, nothing is declared.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 FORWARD_ONLY = ("nms", "qnms", "qroi_align")
@@ -29,8 +31,23 @@ class BeforeTorchvision(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname == "torchvision":
             sys.meta_path.remove(self)
-            declare_operators()
+            if not library_loads():
+                declare_operators()
         return None
+
+
+def library_loads() -> bool:
+    import torch
+
+    spec = find_spec("torchvision")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for library in Path(folder).glob("_C*.so"):
+            try:
+                torch.ops.load_library(str(library))
+            except OSError:
+                continue
+            return True
+    return False
 
 
 def declare_operators() -> None:
@@ -39,10 +56,7 @@ def declare_operators() -> None:
     library = Library("torchvision", "DEF")
     declared.append(library)
     for name in (*FORWARD_ONLY, *WITH_BACKWARD, *(f"_{name}_backward" for name in WITH_BACKWARD)):
-        try:
-            library.define(f"{name}(Tensor input) -> Tensor")
-        except RuntimeError:
-            pass  # this build of torchvision brought its own
+        library.define(f"{name}(Tensor input) -> Tensor")
 
 
 sys.meta_path.insert(0, BeforeTorchvision())
