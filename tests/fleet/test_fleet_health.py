@@ -156,6 +156,19 @@ def test_a_slow_worker_that_finishes_something_now_and_then_is_not_stuck(make_wo
     assert world.fleet.get(A).state is State.READY
 
 
+def test_requests_that_come_and_go_without_success_are_not_stuck(make_world):
+    """A client which sends nothing but bad requests gets 400 at once, which is neither success nor failure."""
+    world = make_world(stuck_after=300)
+    world.add_ready(A)
+    world.fleet.oldest_inflight = lambda: {A: 2.5}
+    send(world, A)
+    world.run(1000)
+    assert world.fleet.get(A).state is State.READY
+    world.fleet.oldest_inflight = lambda: {A: 301.0}
+    world.run(2)
+    assert world.fleet.get(A).state is State.UNHEALTHY
+
+
 def test_case_a8_probes_are_patient_and_one_at_a_time(world):
     world.hold_probes = True
     world.fleet.add(A)

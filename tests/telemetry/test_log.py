@@ -78,7 +78,8 @@ def test_a_field_named_like_ours_does_not_hide_ours():
     stream = io.StringIO()
     log = Log(stream)
     log.event("e", event_=1, time="noon")
-    (record,) = records(stream, log)
+    record, other = records(stream, log)
+    assert (record["kind"], record["self"], record["key"], other["kind"]) == (1, 2, 3, 1)
     assert record["event"] == "e" and record["time_"] == "noon" and record["time"] != "noon"
 
 

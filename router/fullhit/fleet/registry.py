@@ -120,6 +120,8 @@ class Fleet(Roster):
         wake_at = now + SWEEP_SECONDS
         if now >= self._next_sweep:
             self._next_sweep = wake_at
+            if self.oldest_inflight is not None:
+                self._ages = self.oldest_inflight()
             for member in list(self._members.values()):
                 self._age(member, now)
         wake_at = min(wake_at, self._next_sweep)
@@ -161,7 +163,7 @@ class Fleet(Roster):
         return self._members.get(probe.id) is probe.token
 
     def stalled(self, member: Member) -> float:
-        """Seconds for which requests have been in flight there and none has finished; 0 when it is idle."""
+        """Seconds for which requests have been in flight there and none has succeeded; 0 when it is idle."""
         return self._stalled(member, self._clock()) if self._inflight(member) else 0.0
 
     # -- within ------------------------------------------------------------------------------------------------
@@ -203,9 +205,12 @@ class Fleet(Roster):
     def _stuck(self, member: Member, now: float) -> bool:
         return self._stalled(member, now) > self.settings.stuck_after
 
-    @staticmethod
-    def _stalled(member: Member, now: float) -> float:
-        return now - (member.idle_at if member.last_success is None else max(member.idle_at, member.last_success))
+    def _stalled(self, member: Member, now: float) -> float:
+        since = member.idle_at if member.last_success is None else max(member.idle_at, member.last_success)
+        if self.oldest_inflight is None:
+            return now - since
+        # Requests may come and go without a success to report: then the oldest one is young.
+        return min(now - since, self._ages.get(member.id, 0.0))
 
     def _excused(self, member: Member, now: float) -> bool:
         """Whether a due probe may be left out because life shows without it; moves it on if so."""

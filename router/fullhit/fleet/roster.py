@@ -22,6 +22,7 @@ __all__ = ["Roster"]
 
 MAX_BANNED = 10_000
 """Removed workers whose heartbeats are ignored; the oldest is forgotten first."""
+REFUSAL_SECONDS = 300.0
 
 
 class Roster:
@@ -50,6 +51,10 @@ class Roster:
         self._alive: dict[str, int] = {}
         self._banned: dict[str, None] = {}
         self._next_sweep = float("-inf")
+        self._ages: Mapping[str, float] = {}
+        self._refused_at: dict[str, float] = {}
+        self.oldest_inflight: Callable[[], Mapping[str, float]] | None = None
+        """Age in seconds of each worker's oldest request, from whoever keeps count; sharpens the notion of stuck."""
         self.on_added: list[Callable[[str, str], None]] = []
         """Called with (pool, worker id) after a worker joined; the event plane begins to listen to it."""
         self.on_removed: list[Callable[[str, str], None]] = []
@@ -155,7 +160,7 @@ class Roster:
                 return None
             return self.add(url, source=Source.DISCOVERED, pool=pool, device=heartbeat.device)
         except ValueError as error:
-            self._tell("discovery_refused", "warning", pool=pool, url=url[:200], cause=str(error))
+            self._refuse(pool, url[:200], str(error))
             return None
 
     def remove(self, id: str, *, cause: str, drain_seconds: float = 0.0) -> bool:
@@ -272,6 +277,15 @@ class Roster:
         cap = spec.max_inflight if member.trial_cap is None else member.trial_cap
         self._pools[member.pool].add_worker(replace(spec, max_inflight=cap))
         self._tell("worker_changed", worker=member.id, pool=member.pool, **{k: str(v) for k, v in changes.items()})
+
+    def _refuse(self, pool: str, url: str, cause: str) -> None:
+        """Its heartbeats go on, so it is mentioned once in a while."""
+        now = self._clock()
+        if now - self._refused_at.get(url, float("-inf")) >= REFUSAL_SECONDS:
+            if len(self._refused_at) >= MAX_BANNED:
+                self._refused_at.clear()
+            self._refused_at[url] = now
+            self._tell("discovery_refused", "warning", pool=pool, url=url, cause=cause)
 
     def _seen_again(self, member: Member, source: Source) -> None:
         """A worker that is known is named again: its process may be new, so look at it soon."""

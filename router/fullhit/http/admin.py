@@ -24,13 +24,13 @@ import msgspec
 from aiohttp import web
 
 import fullhit
-from fullhit.fleet.member import Source
+from fullhit.fleet.member import Member, Source
 from fullhit.fleet.types import UnknownWorker
 from fullhit.http.admin_base import CONTEXT, AdminContext, AdminError, AdminSettings, json_reply, read_json
 from fullhit.http.admin_select import add_select_routes
 from fullhit.telemetry.metrics import CONTENT_TYPE
 
-__all__ = ["AdminContext", "AdminSettings", "build_admin_app", "check_exposure", "readiness"]
+__all__ = ["AdminContext", "AdminSettings", "build_admin_app", "check_exposure", "describe_workers", "readiness"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -157,8 +157,8 @@ def readiness(context: AdminContext) -> dict[str, Any]:
         if doubtful:
             reasons.append(f"pool {name}: entries of {doubtful} workers are doubtful")
     plane = dict(context.plane_status())
-    if plane.get("ok") is False:
-        reasons.append("event plane: " + str(plane.get("reason") or "not connected"))
+    if plane.get("connected") is False:
+        reasons.append("event plane: " + str(plane.get("error") or "not connected"))
     leaving = context.draining()
     if leaving:
         reasons.insert(0, "the router is draining")
@@ -181,12 +181,12 @@ async def _metrics(request: web.Request) -> web.Response:
 async def _workers(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     pool = request.query.get("pool")
-    return json_reply([_describe(context, m.id) for m in context.fleet if pool is None or m.pool == pool])
+    return json_reply(describe_workers(context, pool))
 
 
 async def _worker(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    return json_reply(_describe(context, context.fleet.find(request.match_info["id"]).id))
+    return json_reply(_describe_one(context, context.fleet.find(request.match_info["id"])))
 
 
 class _NewWorker(msgspec.Struct, forbid_unknown_fields=True):
@@ -214,7 +214,7 @@ async def _add_worker(request: web.Request) -> web.Response:
         )
     except ValueError as error:
         raise AdminError(400, "invalid_worker", str(error)) from None
-    return json_reply(_describe(context, member.id), 201 if len(context.fleet) > before else 200)
+    return json_reply(_describe_one(context, member), 201 if len(context.fleet) > before else 200)
 
 
 async def _remove_worker(request: web.Request) -> web.Response:
@@ -245,9 +245,9 @@ async def _resume(request: web.Request) -> web.Response:
 
 def _set_draining(request: web.Request, draining: bool) -> web.Response:
     context = request.app[CONTEXT]
-    id = context.fleet.find(request.match_info["id"]).id
-    (context.fleet.drain if draining else context.fleet.resume)(id)
-    return json_reply(_describe(context, id))
+    member = context.fleet.find(request.match_info["id"])
+    (context.fleet.drain if draining else context.fleet.resume)(member.id)
+    return json_reply(_describe_one(context, member))
 
 
 def _inflight(context: AdminContext, pool: str, id: str) -> int:
@@ -255,14 +255,21 @@ def _inflight(context: AdminContext, pool: str, id: str) -> int:
     return worker.inflight if worker is not None else 0
 
 
-def _describe(context: AdminContext, id: str) -> dict[str, Any]:
-    """Everything known about one worker. Fields are named by their unit: ``inflight_requests`` counts this router's."""
-    member = context.fleet.get(id)
-    if member is None:
-        raise UnknownWorker(f"no worker {id!r}")
-    now = context.clock()
-    worker = context.pools[member.pool].get(id)
-    out = member.describe(now)
+def describe_workers(context: AdminContext, pool: str | None = None) -> list[dict[str, Any]]:
+    """Everything known about the workers (of one pool). ``inflight_requests`` counts what this router sent."""
+    streams, oldest = context.streams(), context.oldest_inflight()
+    return [_describe(context, m, streams, oldest) for m in context.fleet if pool is None or m.pool == pool]
+
+
+def _describe_one(context: AdminContext, member: Member) -> dict[str, Any]:
+    return _describe(context, member, context.streams(), context.oldest_inflight())
+
+
+def _describe(
+    context: AdminContext, member: Member, streams: Mapping[tuple[str, str], object], oldest: Mapping[str, float]
+) -> dict[str, Any]:
+    out = member.describe(context.clock())
+    worker = context.pools[member.pool].get(member.id)
     if worker is not None:
         out |= {
             "device_class": worker.device_class,
@@ -272,7 +279,8 @@ def _describe(context: AdminContext, id: str) -> dict[str, Any]:
             "doubtful": worker.doubtful,
             "publishing": worker.publishing,
         }
+    age = oldest.get(member.id)
     out["stalled_seconds"] = round(context.fleet.stalled(member), 3)
-    out["oldest_inflight_age_seconds"] = context.oldest_inflight(id)
-    out["stream"] = context.stream_status(member.pool, id)
+    out["oldest_inflight_age_seconds"] = None if age is None else round(age, 3)
+    out["stream"] = streams.get((member.pool, member.id))
     return out

@@ -34,9 +34,9 @@ class AdminSettings:
 class AdminContext:
     """What the admin application shows and changes.
 
-    ``plane_status``: JSON-ready facts about the event plane; ``ok`` False makes the router degraded, ``reason`` says
-    why. ``stream_status(pool, worker id)``: the same about one worker's stream. ``oldest_inflight(worker id)``: age in
-    seconds of its oldest request. ``draining``: whether the router is about to leave.
+    ``plane_status``: JSON-ready facts about the event plane; ``connected`` False makes the router degraded, ``error``
+    says why. ``streams``: the same for each worker's stream, by (pool, worker id). ``oldest_inflight``: age in seconds
+    of each worker's oldest request. ``draining``: whether the router is about to leave.
     """
 
     pools: Mapping[str, Pool]
@@ -45,8 +45,8 @@ class AdminContext:
     clock: Callable[[], float]
     settings: AdminSettings = field(default_factory=AdminSettings)
     plane_status: Callable[[], Mapping[str, Any]] = dict
-    stream_status: Callable[[str, str], Mapping[str, Any] | None] = lambda pool, worker: None
-    oldest_inflight: Callable[[str], float | None] = lambda worker: None
+    streams: Callable[[], Mapping[tuple[str, str], object]] = dict
+    oldest_inflight: Callable[[], Mapping[str, float]] = dict
     draining: Callable[[], bool] = lambda: False
     leases: Leases = field(init=False)
     started_at: float = field(init=False)

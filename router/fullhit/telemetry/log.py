@@ -91,12 +91,12 @@ class Log:
         """Whether events of ``level`` are written: ask before computing costly fields."""
         return LEVELS.get(level, 40) >= self._threshold
 
-    def event(self, kind: str, level: str = "info", **fields: object) -> None:
+    def event(self, kind: str, /, level: str = "info", **fields: object) -> None:
         """Write one event; fields that are None are left out. An unknown ``level`` counts as an error."""
         if LEVELS.get(level, 40) >= self._threshold:
             self._sink.put(self._line(kind, level, fields))
 
-    def limited(self, key: str, kind: str, every: float = 60.0, level: str = "warning", **fields: object) -> None:
+    def limited(self, key: str, kind: str, /, every: float = 60.0, level: str = "warning", **fields: object) -> None:
         """Like `event`, at most once in ``every`` seconds for each ``key``; adds ``suppressed`` when some were."""
         now = self._clock()
         last, suppressed = self._limited.get(key, (None, 0))

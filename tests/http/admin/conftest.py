@@ -27,7 +27,8 @@ class Desk:
         self.pools = {"default": self.pool}
         self.telemetry = Telemetry(Metrics(self.pools, strict=True), Log(self.log, format="json"), kept=100)
         self.fleet = Fleet(self.pools, FleetSettings(), clock=time.monotonic, observer=self.telemetry)
-        self.plane: dict[str, Any] = {"ok": True, "plane": "memory"}
+        self.plane: dict[str, Any] = {"connected": True, "kind": "memory", "error": ""}
+        self.oldest: dict[str, float] = {}
         self.leaving = False
         self.context = AdminContext(
             pools=self.pools,
@@ -36,7 +37,8 @@ class Desk:
             clock=time.monotonic,
             settings=AdminSettings(**settings),
             plane_status=lambda: self.plane,
-            stream_status=lambda pool, worker: {"state": "in_order", "seq": 7},
+            streams=lambda: {("default", url): {"state": "in_order", "seq": 7} for url in self.fleet.urls()},
+            oldest_inflight=lambda: self.oldest,
             draining=lambda: self.leaving,
         )
         self.client: TestClient[Any, Any]

@@ -47,11 +47,11 @@ async def test_readiness_follows_the_workers(desk):
 
 async def test_a_lost_event_plane_is_degraded_but_routes(desk):
     desk.add_ready(A)
-    desk.plane = {"ok": False, "reason": "cannot reach nats://127.0.0.1:4222"}
+    desk.plane = {"connected": False, "error": "cannot reach nats://127.0.0.1:4222"}
     status, told = await desk.call("GET", "/readyz")
     assert (status, told["status"], told["degraded"]) == (200, "degraded", True)
     assert told["reasons"] == ["event plane: cannot reach nats://127.0.0.1:4222"]
-    assert told["event_plane"]["ok"] is False
+    assert told["event_plane"]["connected"] is False
 
 
 async def test_doubtful_and_unhealthy_workers_are_degraded_but_route(desk):
@@ -88,11 +88,12 @@ async def test_workers_are_listed_with_all_that_is_known(desk):
     desk.pool.apply_delta(A, [KEY], [])
     desk.fleet.heartbeat(A)
     desk.pool.select(SelectRequest())
+    desk.oldest = {A: 1.23456}
     _, (row,) = await desk.call("GET", "/workers")
     wanted = {
         "id": A, "url": A, "pool": "default", "device": "cuda", "device_class": "gpu", "weight": 1.0, "state": "ready",
         "source": "static", "inflight_requests": 1, "encoding_requests": 1, "keys": 1, "doubtful": False,
-        "publishing": True, "stream": {"state": "in_order", "seq": 7}, "oldest_inflight_age_seconds": None,
+        "publishing": True, "stream": {"state": "in_order", "seq": 7}, "oldest_inflight_age_seconds": 1.235,
     }  # fmt: skip
     assert {name: row[name] for name in wanted} == wanted
     assert row["worker_id"].isdigit() and row["breaker"]["state"] == "closed"
