@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import io
@@ -18,6 +19,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from fullhit.lab import mock_encoder
 from fullhit.lab.embedding import PartHeader, decode_header, mock_embedding
 from fullhit.lab.images import data_uri
 from fullhit.lab.language_server import Backend, LanguageServerSettings, MockLanguageServer, RequestFailed
@@ -416,6 +418,26 @@ async def test_it_announces_itself_and_leaves_on_sigterm(
     await asyncio.to_thread(processes.stop)
     assert child.process.returncode == 0
     assert calls[1:] == [("DELETE /unregister_encoder_url", url)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "99999"], "--port must be between 0 and 65535, not 99999"),
+        (["--vit-ms", "-1"], "--vit-ms must be"),
+        (["--fail-rate", "2"], "--fail-rate must be"),
+        (["--multimodal-embedding-cache-publisher", "--event-plane", "smoke://signal"], "smoke"),
+    ],
+)
+def test_a_mistake_in_the_options_is_told_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    mock_encoder.add_arguments(parser)
+    assert mock_encoder.run(parser.parse_args(arguments)) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
 
 
 async def test_a_busy_port_is_told_without_a_stack_trace(processes: Supervisor) -> None:

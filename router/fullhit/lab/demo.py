@@ -245,9 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, default=5, help="pictures shown a turn (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="other pictures, another split (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="8 users x 4 turns, 10 ms per picture: some seconds")
-    parser.add_argument(
-        "--size", type=PictureSize.parse, default=DEFAULT_SIZE, metavar="WxH", help="default %(default)s"
-    )
+    parser.add_argument("--size", type=_size, default=DEFAULT_SIZE, metavar="WxH", help="default %(default)s")
     parser.add_argument("--large", action="store_true", help=f"pictures of {FULL_SIZE}, as in the published benchmark")
     parser.add_argument("--vit-ms", type=float, help="mock ViT time per picture on a GPU-like encoder (default 20)")
     parser.add_argument("--cpu-slower", type=float, default=8.0, help="how many times slower a CPU-like one is (8)")
@@ -261,6 +259,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default %(default)s",
     )
     parser.add_argument("--keep-logs", metavar="DIR", type=Path, help="keep the logs of all processes there")
+
+
+def _size(text: str) -> PictureSize:
+    try:
+        return PictureSize.parse(text)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
 
 
 def run(args: argparse.Namespace) -> int:

@@ -81,9 +81,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"fullhit mock-encoder: {LabExtraMissing('Pillow')}", file=sys.stderr)
         return 1
     try:
+        _check(args)
         asyncio.run(_serve(args))
     except OSError as problem:
-        reason = os.strerror(problem.errno) if problem.errno else str(problem)
+        # Name resolution has negative error numbers of its own.
+        number = problem.errno or 0
+        reason = os.strerror(number) if number > 0 else "unknown host name"
         print(f"fullhit mock-encoder: cannot listen on {args.host}:{args.port}: {reason}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -92,6 +95,26 @@ def run(args: argparse.Namespace) -> int:
         print(f"fullhit mock-encoder: {problem}", file=sys.stderr)
         return 2
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """ValueError that names the option."""
+    limits = {
+        "port": (0, 65535),
+        "vit_ms": (0, 3_600_000),
+        "cpu_slower": (0, 1000),
+        "embedding_kb": (1, 1_048_576),
+        "fail_rate": (0, 1),
+        "status": (200, 599),
+        "crash_after": (0, 2**63),
+        "slow_health": (0, 86400),
+        "hold": (0, 86400),
+        "send_timeout": (0, 86400),
+    }
+    for name, (low, high) in limits.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"--{name.replace('_', '-')} must be between {low} and {high}, not {value:g}")
 
 
 async def _serve(args: argparse.Namespace) -> None:
@@ -103,6 +126,7 @@ async def _serve(args: argparse.Namespace) -> None:
     url = f"http://{host}:{listener.getsockname()[1]}"
     vit_ms = args.vit_ms * (args.cpu_slower if args.device == "cpu" else 1.0)
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(listener.close)
         cache, publisher = from_args(args, url=url, device=args.device, pool=args.pool)
         cache = EmbeddingCache[bytes](0) if cache is None else cache
         device = MockDevice(cache, DeviceSettings(vit_ms / 1000, args.embedding_kb))
