@@ -77,7 +77,8 @@ def test_a_field_cannot_forge_a_line_or_move_the_cursor():
 def test_a_field_named_like_ours_does_not_hide_ours():
     stream = io.StringIO()
     log = Log(stream)
-    log.event("e", event_=1, time="noon")
+    log.event("e", event_=1, time="noon", kind=1, self=2, key=3)
+    log.limited("k", "e", kind=1, key=2)
     record, other = records(stream, log)
     assert (record["kind"], record["self"], record["key"], other["kind"]) == (1, 2, 3, 1)
     assert record["event"] == "e" and record["time_"] == "noon" and record["time"] != "noon"
