@@ -110,7 +110,7 @@ class DeviceAwareWeighted(Policy):
         groups = self._groups
         if not look.excluded and len(groups) == 2:  # the usual case, worked out by hand
             fast, slow = groups
-            if fast.n and fast.weight == fast.n and slow.weight == slow.n:
+            if fast.n and slow.n and fast.weight == fast.n and slow.weight == slow.n:
                 allowed = fast.encoding * slow.n * fast.ratio // (slow.ratio * fast.n)
                 look.budget = ((fast, fast.n, fast.encoding, None), (slow, slow.n, slow.encoding, allowed))
                 return slow if slow.encoding < allowed else fast
