@@ -42,6 +42,7 @@ MAX_FIELD_CHARS = 4_096
 MAX_LIMITED_KEYS = 1_024
 """Distinct keys of `Log.limited` remembered; the least recently used one is forgotten."""
 
+_RESERVED = frozenset({"time", "level", "event"})
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s?#\"']*@")
 _PLAIN = re.compile(r"[!#-<>-~]+")  # printable ASCII without space, quote and equals sign: needs no quoting in text
 
@@ -79,6 +80,8 @@ class Log:
         self._threshold = LEVELS[level]
         self._clock = clock
         self._wall = wall
+        self._second = -1
+        self._second_text = ""
         self._limited: OrderedDict[str, tuple[float, int]] = OrderedDict()
         self._sink = LineSink(stream, max_lines=max_lines, on_gap=self._gap_line)
 
@@ -120,13 +123,29 @@ class Log:
         """Flush and stop; later events are dropped and counted."""
         return self._sink.close(timeout)
 
+    def _stamp(self) -> str:
+        seconds = self._wall()
+        whole = int(seconds)
+        if whole != self._second:
+            self._second, self._second_text = whole, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole))
+        return f"{self._second_text}.{int((seconds - whole) * 1000):03d}Z"
+
     def _gap_line(self, missing: int) -> str:
         return self._line("log_lines_dropped", "warning", {"lines": missing})
 
     def _line(self, kind: str, level: str, fields: dict[str, object]) -> str:
         try:
-            stamp = _iso(self._wall())
-            clean = {name: _clean(value) for name, value in fields.items() if value is not None}
+            stamp = self._stamp()
+            clean: dict[str, object] = {}
+            for name, value in fields.items():
+                if value is not None:
+                    # Short plain ASCII and numbers, nearly all there is, need no cleaning.
+                    if type(value) is str:
+                        if len(value) > 256 or "@" in value or not value.isascii():
+                            value = _clean(value)
+                    elif type(value) is float:
+                        value = round(value, 6)
+                    clean[name if name not in _RESERVED else name + "_"] = value
             render = _text_line if self.format == "text" else _json_line
             line = render(stamp, level, kind, clean)
             if len(line) > MAX_LINE_CHARS:
@@ -183,11 +202,6 @@ def _is_terminal(stream: TextStream) -> bool:
         return False
 
 
-def _iso(seconds: float) -> str:
-    whole = int(seconds)
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)) + f".{int((seconds - whole) * 1000):03d}Z"
-
-
 def _printable(line: str) -> str:
     """What else moves a terminal's cursor than the controls which JSON escapes, as escapes that JSON reads back."""
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
@@ -199,8 +213,6 @@ def _clean(value: object) -> object:
         if len(text) > MAX_FIELD_CHARS:
             text = f"{text[:MAX_FIELD_CHARS]}...({len(text) - MAX_FIELD_CHARS} more)"
         return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()  # lone surrogates
-    if type(value) is float:
-        return round(value, 6)
     return value
 
 
@@ -215,9 +227,7 @@ def _json_text(value: object) -> str:
 
 
 def _json_line(stamp: str, level: str, kind: str, fields: dict[str, object]) -> str:
-    record: dict[str, Any] = {"time": stamp, "level": level, "event": kind}
-    for name, value in fields.items():
-        record[name if name not in record else name + "_"] = value
+    record: dict[str, Any] = {"time": stamp, "level": level, "event": kind, **fields}
     try:
         return _encoder.encode(record).decode()
     except Exception:
