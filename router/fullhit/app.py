@@ -8,12 +8,12 @@ admin listener last, so that an operator can watch the drain.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, cast
 
 import msgspec
@@ -140,7 +140,7 @@ class Router:
                 cut=report.cut,
             )
         for name, ending in (
-            ("listener", self.listener.close),
+            ("listener", self.listener.close if self._listening else None),
             ("upstream", self.client.close),
             ("health", self.supervisor.stop),
             ("event plane", self.plane.close if self.plane is not None else None),
@@ -193,8 +193,8 @@ class Router:
             clock=self._clock,
             settings=AdminSettings(key=server.admin_key, default_pool=self.config.encoder_gateway.pool),
             plane_status=self._plane_status,
-            stream_status=self._stream_status,
-            oldest_inflight=lambda worker: self.gateway.oldest_inflight().get(worker),
+            streams=self._streams,
+            oldest_inflight=self.gateway.oldest_inflight,
             draining=lambda: self.draining,
         )
         self._admin = web.AppRunner(build_admin_app(context), access_log=None, handle_signals=False)
@@ -209,20 +209,14 @@ class Router:
 
     def _plane_status(self) -> Mapping[str, Any]:
         if self.plane is None:
-            return {"ok": False, "reason": "not started"}
-        status = self.plane.status()
-        known = {
-            "kind": status.kind,
-            "url": status.url,
-            "connected": status.connected,
-            "connects": status.connects,
-            "last_message_age_seconds": status.last_message_age,
-        }
-        return {**known, "ok": status.connected or status.kind == "none", "reason": status.error}
+            return {"connected": False, "error": "not started"}
+        status = asdict(self.plane.status())
+        if status["kind"] == "none":
+            del status["connected"]  # nobody wants it to be
+        return status
 
-    def _stream_status(self, pool: str, worker: str) -> Mapping[str, Any] | None:
-        status = self.ingest.worker_status(pool, worker)
-        return None if status is None else cast("Mapping[str, Any]", msgspec.to_builtins(status))
+    def _streams(self) -> dict[tuple[str, str], Mapping[str, Any]]:
+        return {(row.pool, row.worker): msgspec.to_builtins(row) for row in self.ingest.status()}
 
     def _unknown_worker(self, pool: str, heartbeat: Heartbeat) -> None:
         self.fleet.discover(pool, heartbeat)
@@ -279,21 +273,23 @@ async def _run(config: Config, log: Log) -> int:
         loop.add_signal_handler(number, asked, number.name)
     loop.add_signal_handler(signal.SIGHUP, log.event, "sighup_ignored", "warning")
     router = Router(config, log)
-    code = 0
+    drain = 0.0
+    code = 1
     try:
         await router.start()
         gc.collect()
         gc.freeze()
         await stop.wait()
+        drain, code = config.server.drain_timeout, 0
     except (StartError, ConfigError) as error:
         log.flush()
         sys.stderr.write(f"fullhit: {error}\n")
         code = 2
-    task = asyncio.create_task(router.stop(config.server.drain_timeout if code == 0 else 0.0))
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    if task.cancelled():
-        await router.stop(0.0)
+    finally:
+        task = asyncio.create_task(router.stop(drain))
+        await asyncio.wait({task})
+        if task.cancelled():
+            await router.stop(0.0)
     return code
 
 

@@ -285,12 +285,6 @@ class Ingest:
         now = self._clock()
         return [_row(pool, number, lane, now) for (pool, number), lane in self._lanes.items()]
 
-    def worker_status(self, pool: str, worker_id: str) -> StreamStatus | None:
-        """The row of one worker; None when it is not followed."""
-        number = worker_id_for(worker_id)
-        lane = self._lanes.get((pool, number))
-        return None if lane is None else _row(pool, number, lane, self._clock())
-
     def stream(self, pool: str, worker_id: str) -> WorkerStream | None:
         """The stream of one worker, for tests and status."""
         lane = self._lanes.get((pool, worker_id_for(worker_id)))
