@@ -43,7 +43,7 @@ class MemoryBroker:
         with self._lock:
             targets = [one for one in self._connections if one.request_subject == subject]
         for target in targets:
-            target.loop.call_soon_threadsafe(target.on_request, data, reply)
+            _post(target, target.on_request, data, reply)
         return len(targets)
 
     def stop(self) -> None:
@@ -51,7 +51,7 @@ class MemoryBroker:
             self._running = False
             gone, self._connections = self._connections, []
         for connection in gone:
-            connection.loop.call_soon_threadsafe(connection.lost.set)
+            _post(connection, connection.lost.set)
 
     def start(self) -> None:
         with self._lock:
@@ -80,8 +80,10 @@ class MemoryBroker:
                 return
             if connection not in self._connections:
                 raise TransportError("not connected")
-            for reader in self._readers:
-                reader(subject, data)
+            readers = list(self._readers)
+        # Outside the lock: a reader may send a request.
+        for reader in readers:
+            reader(subject, data)
 
     def _answers(self, connection: _MemoryConnection) -> bool:
         with self._lock:
@@ -135,3 +137,10 @@ class _MemoryConnection:
     async def close(self, timeout: float) -> None:
         self._broker._leave(self)
         self._lost.set()
+
+
+def _post(connection: _MemoryConnection, callback: Callable[..., None], *args: object) -> None:
+    try:
+        connection.loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:  # its loop has ended
+        pass
