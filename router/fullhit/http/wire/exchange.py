@@ -25,7 +25,7 @@ from .limits import Origin, Timeouts
 
 if TYPE_CHECKING:
     from .reply import UpstreamResponse
-    from .upstream import UpstreamClient
+    from .upstream import OriginState, UpstreamClient
 
 __all__ = ["UpstreamConnection"]
 
@@ -68,10 +68,11 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         "origin",
         "response",
         "reused",
+        "server",
         "state",
     )
 
-    def __init__(self, client: UpstreamClient, origin: Origin) -> None:
+    def __init__(self, client: UpstreamClient, origin: Origin, server: OriginState) -> None:
         self._client = client
         self._loop = client.loop
         self._scratch_view = client.scratch_view
@@ -94,6 +95,7 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         self._stage = "send"
         self._unwritten = 0
         self.origin = origin
+        self.server = server
         self.state = CONNECTING
         self.reused = False
         self.idle_since = 0.0

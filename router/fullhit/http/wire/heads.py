@@ -41,10 +41,12 @@ HOP_BY_HOP = frozenset(
 )
 """Headers that end at this hop: RFC 9110 section 7.6.1, the older proxy headers, and the framing ones."""
 
+_SPECIAL = HOP_BY_HOP | {b"host"}
+_PERSISTENCE = frozenset((b"close", b"keep-alive"))
 _WATCHED_REQUEST = frozenset((b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"))
 _WATCHED_RESPONSE = frozenset((b"content-length", b"transfer-encoding", b"connection", b"keep-alive"))
-_VERSIONS = {"1.1": (1, 1), "1.0": (1, 0)}
 _ONE_ONE = (1, 1)
+_ONE_ZERO = (1, 0)
 _LENGTH_DIGITS = 18
 
 
@@ -128,6 +130,14 @@ def _values(headers: list[tuple[bytes, bytes]], names: list[bytes], name: bytes)
     return [headers[i][1].strip(b" \t") for i, found in enumerate(names) if found == name]
 
 
+def _length(headers: list[tuple[bytes, bytes]], names: list[bytes]) -> int:
+    """The one Content-Length; ValueError when it is malformed or not the only one."""
+    text = headers[names.index(b"content-length")][1].strip(b" \t")
+    if not text.isdigit() or len(text) > _LENGTH_DIGITS or names.count(b"content-length") != 1:
+        raise ValueError
+    return int(text)
+
+
 def _tokens(values: Iterable[bytes]) -> set[bytes]:
     return {token.strip(b" \t").lower() for value in values for token in value.split(b",")} - {b""}
 
@@ -157,18 +167,22 @@ def parse_request_head(head: bytes, max_headers: int) -> RequestHead:
     result.target = target = sink.text
     result.headers = headers = sink.headers
     result.names = names = sink.names
-    version = _VERSIONS.get(parser.get_http_version())
-    if version is None:
+    line = len(method) + len(target) + 2
+    version = head[line : line + 10]
+    if version == b"HTTP/1.1\r\n":
+        result.version = _ONE_ONE
+        result.keep_alive = modern = True
+    elif version == b"HTTP/1.0\r\n":
+        result.version = _ONE_ZERO
+        result.keep_alive = modern = False
+    elif version.startswith(b"HTTP/"):
         raise ClientFault(505, "version", "only HTTP/1.0 and HTTP/1.1 are spoken here")
-    result.version = version
-    if not head.startswith(b"%b %b HTTP/1." % (method, target)):
+    else:  # llhttp lets several blanks pass
         raise _bad("bad_request", "malformed request line")
     if method == b"CONNECT":
         raise ClientFault(501, "connect", "CONNECT is not supported")
-    modern = version is _ONE_ONE
     result.content_length = -1
     result.chunked = result.expects = False
-    result.keep_alive = modern
     watched = _WATCHED_REQUEST.intersection(names)
     if b"host" in watched:
         if names.count(b"host") != 1:
@@ -176,11 +190,12 @@ def parse_request_head(head: bytes, max_headers: int) -> RequestHead:
     elif modern:
         raise _bad("host", "HTTP/1.1 request without Host header")
     if b"content-length" in watched:
-        lengths = _values(headers, names, b"content-length")
-        text = lengths[0]
-        if len(lengths) != 1 or not text.isdigit() or len(text) > _LENGTH_DIGITS:
-            raise _bad("content_length", "malformed or repeated Content-Length")
-        result.content_length = int(text)
+        try:
+            result.content_length = _length(headers, names)
+        except ValueError:
+            raise _bad("content_length", "malformed or repeated Content-Length") from None
+        if len(watched) == 2:
+            return result
     if b"transfer-encoding" in watched:
         if result.content_length >= 0:
             raise _bad("framing", "both Content-Length and Transfer-Encoding")
@@ -224,20 +239,20 @@ def parse_response_head(head: bytes, max_headers: int, head_only: bool) -> Respo
     result.reason = sink.text
     result.headers = headers = sink.headers
     result.names = names = sink.names
-    if parser.get_http_version() not in _VERSIONS or not 100 <= status <= 999:
+    version = head[:9]
+    modern = version == b"HTTP/1.1 "
+    if (not modern and version != b"HTTP/1.0 ") or not 100 <= status <= 999:
         raise BadReply("malformed reply: status line")
-    modern = parser.get_http_version() == "1.1"
     result.content_length = -1
     result.chunked = False
     result.keep_alive = modern
     result.keep_alive_timeout = None
     watched = _WATCHED_RESPONSE.intersection(names)
     if b"content-length" in watched:
-        lengths = _values(headers, names, b"content-length")
-        text = lengths[0]
-        if len(lengths) != 1 or not text.isdigit() or len(text) > _LENGTH_DIGITS:
-            raise BadReply("malformed or repeated Content-Length in the reply")
-        result.content_length = int(text)
+        try:
+            result.content_length = _length(headers, names)
+        except ValueError:
+            raise BadReply("malformed or repeated Content-Length in the reply") from None
     if b"transfer-encoding" in watched:
         codings = _values(headers, names, b"transfer-encoding")
         if result.content_length >= 0 or not modern:
@@ -273,7 +288,7 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
         if name not in HOP_BY_HOP:
             kept.append(item)
         elif name == b"connection":
-            tokens = _tokens((item[1],)) - {b"close", b"keep-alive"}
+            tokens = _tokens((item[1],)) - _PERSISTENCE
             if tokens:
                 named = tokens if named is None else named | tokens
     if named:
@@ -294,19 +309,36 @@ def header_block(headers: Headers) -> bytes:
 def request_head(method: bytes, target: bytes, headers: Headers, host: bytes, length: int) -> bytes:
     """The head of a request to an upstream. Hop-by-hop headers in `headers` are dropped, Host is added when
     missing, and the framing is our own."""
-    kept = end_to_end(headers)
-    block = header_block(kept)
-    if b" " in target or b"\n" in target or b"\r" in target or not target or not method.isalpha():
-        raise LocalFault("method or target to be sent is malformed")
+    kept = []
+    named: set[bytes] | None = None
     hosted = False
-    for item in kept:
-        if len(item[0]) == 4 and item[0].lower() == b"host":
+    for item in headers:
+        name = item[0].lower()
+        if name not in _SPECIAL:
+            kept.append(item)
+        elif name == b"host":
             hosted = True
-            break
-    extra = b"" if hosted else b"Host: %b\r\n" % host
+            kept.append(item)
+        elif name == b"connection":
+            tokens = _tokens((item[1],)) - _PERSISTENCE
+            if tokens:
+                named = tokens if named is None else named | tokens
+    if named:
+        kept = [item for item in kept if item[0].lower() not in named or item[0].lower() == b"host"]
+    if not hosted:
+        kept.append((b"Host", host))
     if length or method not in _BODYLESS:
-        return b"%b %b HTTP/1.1\r\n%b%bContent-Length: %d\r\n\r\n" % (method, target, extra, block, length)
-    return b"%b %b HTTP/1.1\r\n%b%b\r\n" % (method, target, extra, block)
+        kept.append((b"Content-Length", b"%d" % length))
+    count = len(kept) + 2
+    head = b"%b %b HTTP/1.1\r\n%b\r\n\r\n" % (method, target, b"\r\n".join(map(b": ".join, kept)))
+    if (
+        head.count(b"\n") != count
+        or head.count(b"\r") != count
+        or b"\0" in head
+        or head.count(b" ", 0, len(method) + len(target) + 2) != 2
+    ):
+        raise LocalFault("method, target or a header to be sent is malformed")
+    return head
 
 
 _BODYLESS = frozenset((b"GET", b"HEAD", b"OPTIONS", b"DELETE", b"TRACE"))

@@ -78,7 +78,8 @@ class HttpListener:
     ) -> None:
         self.limits = limits if limits is not None else ListenerLimits()
         self.budget = budget if budget is not None else MemoryBudget(self.limits.max_buffered_bytes)
-        self.stats: Counter[str] = Counter()
+        self.requests = 0
+        self._events: Counter[str] = Counter()
         self.connections: set[ServerConnection] = set()
         self.scratch = bytearray(SCRATCH_BYTES)
         self.scratch_view = memoryview(self.scratch)
@@ -95,6 +96,11 @@ class HttpListener:
 
     def __repr__(self) -> str:
         return f"<HttpListener connections={len(self.connections)} {self.budget!r} draining={self._draining}>"
+
+    @property
+    def stats(self) -> Counter[str]:
+        """Everything counted so far: `requests`, and one entry for each kind of event."""
+        return self._events + Counter(requests=self.requests)
 
     # --- life cycle
 
@@ -196,7 +202,7 @@ class HttpListener:
         self._wake_drain()
 
     def count(self, kind: str) -> None:
-        self.stats[kind] += 1
+        self._events[kind] += 1
         if self._on_event is not None:
             self._on_event(kind)
 
@@ -219,7 +225,7 @@ class HttpListener:
 
     async def serve(self, request: Request, responder: Responder) -> None:
         """Run the handler for one request and see to it that the client gets an answer."""
-        self.stats["requests"] += 1
+        self.requests += 1
         try:
             await self._handler(request, responder)
             if not responder.finished:

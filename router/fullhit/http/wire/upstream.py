@@ -28,7 +28,7 @@ SWEEP_SECONDS = 0.25
 NEVER = float("inf")
 
 
-class _OriginState:
+class OriginState:
     __slots__ = ("host", "idle", "open", "waiting")
 
     def __init__(self, origin: Origin, limits: UpstreamLimits) -> None:
@@ -54,7 +54,7 @@ class UpstreamClient:
         self.scratch_view = memoryview(self.scratch)
         self.stats: Counter[str] = Counter()
         self._on_event = on_event
-        self._origins: dict[Origin, _OriginState] = {}
+        self._origins: dict[Origin, OriginState] = {}
         self._connections: set[UpstreamConnection] = set()
         self._sweep = SWEEP_SECONDS
         self._sweeper: asyncio.TimerHandle | None = None
@@ -126,7 +126,7 @@ class UpstreamClient:
     # --- connecting
 
     async def _connect(
-        self, origin: Origin, state: _OriginState, timeouts: Timeouts, total: float
+        self, origin: Origin, state: OriginState, timeouts: Timeouts, total: float
     ) -> UpstreamConnection:
         if self._closed:
             raise ConnectFailed("the client is closed", origin=str(origin))
@@ -139,7 +139,7 @@ class UpstreamClient:
             if connection is not None:
                 return connection
         state.open += 1
-        connection = UpstreamConnection(self, origin)
+        connection = UpstreamConnection(self, origin, state)
         self._connections.add(connection)
         self.stats["connects"] += 1
         try:
@@ -162,7 +162,7 @@ class UpstreamClient:
             raise
         return connection
 
-    async def _wait_for_slot(self, origin: Origin, state: _OriginState, timeouts: Timeouts, total: float) -> None:
+    async def _wait_for_slot(self, origin: Origin, state: OriginState, timeouts: Timeouts, total: float) -> None:
         waiter: asyncio.Future[None] = self.loop.create_future()
         state.waiting.append(waiter)
         self.count("pool_wait")
@@ -185,7 +185,7 @@ class UpstreamClient:
         return UpstreamResponse(connection, head, self.limits.read_ahead)
 
     def connection_free(self, connection: UpstreamConnection) -> None:
-        state = self._state(connection.origin)
+        state = connection.server
         if self._closed or not state.idle.push(connection, self.loop.time()):
             connection.close()
             return
@@ -195,7 +195,7 @@ class UpstreamClient:
         """Called at least once for every connection, whatever ended it."""
         if connection in self._connections:
             self._connections.discard(connection)
-            state = self._state(connection.origin)
+            state = connection.server
             state.open -= 1
             state.idle.discard(connection)
             self._wake(state)
@@ -217,13 +217,13 @@ class UpstreamClient:
 
     # --- internals
 
-    def _state(self, origin: Origin) -> _OriginState:
+    def _state(self, origin: Origin) -> OriginState:
         state = self._origins.get(origin)
         if state is None:
-            state = self._origins[origin] = _OriginState(origin, self.limits)
+            state = self._origins[origin] = OriginState(origin, self.limits)
         return state
 
-    def _wake(self, state: _OriginState) -> None:
+    def _wake(self, state: OriginState) -> None:
         while state.waiting:
             waiter = state.waiting.popleft()
             if not waiter.done():
