@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import signal
 import sys
 import time
@@ -57,8 +58,9 @@ class Router:
         self.config = config
         self.log = log
         clock = time.monotonic
+        ids = itertools.count(1)  # shared, so that a decision's id says all
         self.pools: dict[str, Pool] = {
-            name: Pool(name, build.pool_settings(pool), clock=clock) for name, pool in config.pool.items()
+            name: Pool(name, build.pool_settings(pool), clock=clock, ids=ids) for name, pool in config.pool.items()
         }
         metrics = Metrics(self.pools)
         self.telemetry = Telemetry(metrics, log, decisions=cast("DecisionLines", config.log.decisions))
@@ -86,6 +88,7 @@ class Router:
             self.telemetry,
             clock,
         )
+        self.fleet.oldest_inflight = self.gateway.oldest_inflight
         self.listener = HttpListener(
             self.gateway.handle, build.listener_limits(config), self._refused, error_format=sglang_error
         )
