@@ -32,7 +32,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(operations)
 def test_owners_that_move_between_slots_hold_exactly_what_they_were_given(steps):
     index = Index(1000, 1000)

@@ -460,12 +460,12 @@ def machine(policy, examples):
 
 
 MACHINES = {
-    "device-aware-weighted": machine("device-aware-weighted", 120),
+    "device-aware-weighted": machine("device-aware-weighted", 90),
     "least-loaded": machine("least-loaded", 30),
     "round-robin": machine("round-robin", 30),
     "random": machine("random", 20),
     "power-of-two": machine("power-of-two", 20),
-    "consistent-hash": machine("consistent-hash", 40),
+    "consistent-hash": machine("consistent-hash", 30),
 }
 
 

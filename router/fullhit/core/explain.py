@@ -58,7 +58,7 @@ def render(look: Look, worker: Worker, reason: Reason) -> dict[str, Any]:
         },
         "groups": [
             {"class": group.name, "ratio": group.ratio, "workers": n, "encoding": encoding, "allowed": allowed}
-            for group, n, encoding, allowed in look.budget
+            for group, n, encoding, allowed in _budgets(look)
         ],
         "candidates": [
             _candidate(look, bit, look.inflight if bit == chosen else _inflight(look, bit), bit == chosen)
@@ -66,6 +66,11 @@ def render(look: Look, worker: Worker, reason: Reason) -> dict[str, Any]:
         ],
         "ineligible_holders": passed_over[:CANDIDATES],
     }
+
+
+def _budgets(look: Look) -> list[tuple[Any, ...]]:
+    flat = look.budget
+    return [flat[i : i + 4] for i in range(0, len(flat), 4)]
 
 
 def _by_load(look: Look, mask: int) -> Iterator[int]:
@@ -119,6 +124,6 @@ def _why(look: Look, some: int, reason: Reason) -> str:
         Reason.PENDING: "an encode of the keys is in flight",
     }[reason]
     text = f"{found}; {look.note}"
-    for group, _, encoding, allowed in look.budget[1:]:
+    for group, _, encoding, allowed in _budgets(look)[1:]:
         text += f"; {group.name} has {encoding} encoding of {allowed} allowed"
     return text

@@ -32,6 +32,7 @@ __all__ = ["Index"]
 
 _SHARDS = 256
 _SHARE_MODULUS = 1073740439  # largest p < 2**30 with p and (p - 1) / 2 prime: the order of 2 is near p
+_NARROW = (1 << 60) - 1  # below this Python's hash is the number itself
 _SHARE_LIMIT = 1 << 16  # holder sets remembered for sharing: at most ~14 MB with 1,000 slots
 
 
@@ -108,6 +109,7 @@ class Index:
         digest = self.digests[slot]
         room = room_before = self.max_keys_per_slot - self.counts[slot]
         space = space_before = self.max_keys - self.keys
+        last = last_joined = 0  # neighbours in a message are often held by the same others
         try:
             for key in keys:
                 shard = shards[key[15]]
@@ -124,7 +126,9 @@ class Index:
                     if room <= 0:
                         self._refuse(slot, True)
                         continue
-                    shard[key] = share(mask | bit)
+                    if mask is not last:
+                        last, last_joined = mask, share(mask | bit)
+                    shard[key] = last_joined
                 room -= 1
                 digest ^= key_hash(key)
         finally:
@@ -168,7 +172,7 @@ class Index:
 
     def _share(self, mask: int) -> int:
         table = self._shared
-        place = mask % _SHARE_MODULUS
+        place = mask % _SHARE_MODULUS if mask > _NARROW else mask
         known = table.get(place)
         if known == mask:
             return known

@@ -26,6 +26,7 @@ from .worker import Worker
 __all__ = ["Ring"]
 
 _MAX_POINTS = 4096  # of one worker
+_MANY = 512  # fresh points from which sorting anew beats inserting one by one
 _FEW = 16  # subset size up to which asking each member beats walking, at 1,000 workers
 
 
@@ -40,8 +41,8 @@ class Ring:
     def __init__(self, points: int) -> None:
         self._per_worker = points
         self._places = array("d")  # sorted
-        self._fresh: list[float] = []
-        self._owner: dict[float, Worker] = {}
+        self._owners: list[Worker] = []  # of each place
+        self._fresh: list[tuple[float, Worker]] = []
         self._members: dict[Worker, None] = {}
         self._dead = 0
 
@@ -49,10 +50,7 @@ class Ring:
         n = max(1, min(_MAX_POINTS, round(self._per_worker * worker.weight)))
         name = worker.id.encode()
         own = sorted({_place(b"%b#%d" % (name, i)) for i in range(n)})
-        for place in own:
-            if place not in self._owner:
-                self._fresh.append(place)
-            self._owner[place] = worker
+        self._fresh += [(place, worker) for place in own]
         own.append(own[0] + 1.0)  # going round
         worker.places = array("d", own)
         self._members[worker] = None
@@ -65,7 +63,7 @@ class Ring:
     def reweigh(self, worker: Worker) -> None:
         """The weight of a member has changed: it gets another number of points."""
         self.add(worker)
-        self._dead = len(self._owner)
+        self._dead = 1 + len(self._places)
 
     def nearest(self, key: Key, mask: int, by_slot: list[Worker | None]) -> Worker:
         """The member of `mask` (not empty) whose point follows the key's place most closely, going round."""
@@ -84,33 +82,36 @@ class Ring:
                     best = worker
             assert best is not None
             return best
-        if self._fresh or self._dead:
+        owners = self._owners
+        if self._fresh or self._dead * 4 > len(owners):
             self._settle()
-        places, owner = self._places, self._owner
-        at = bisect_left(places, place)
-        for i in range(at, len(places)):
-            best = owner[places[i]]
+            owners = self._owners
+        at = bisect_left(self._places, place)
+        for i in range(at, len(owners)):
+            best = owners[i]
             if best.bit & mask:
                 return best
         for i in range(at):
-            best = owner[places[i]]
+            best = owners[i]
             if best.bit & mask:
                 return best
         raise AssertionError("mask has members that are not on the ring")
 
     def _settle(self) -> None:
-        if self._dead * 4 > len(self._owner):
-            self._owner = owner = {place: worker for worker in self._members for place in worker.places[:-1]}
-            merged = [place for place in self._places if place in owner]
-            merged += sorted(place for place in self._fresh if place in owner)
+        places, owners = self._places, self._owners
+        if len(self._fresh) > _MANY or self._dead * 4 > len(places):
+            everything = {place: worker for worker in self._members for place in worker.places[:-1]}
+            self._places = array("d", sorted(everything))
+            self._owners = [everything[place] for place in self._places]
             self._dead = 0
-        elif self._fresh:
-            merged = list(self._places)
-            merged += sorted(self._fresh)
         else:
-            return
-        merged.sort()  # two sorted runs: a merge
-        self._places = array("d", merged)
+            for place, worker in self._fresh:
+                at = bisect_left(places, place)
+                if at < len(places) and places[at] == place:  # left behind by a worker that is back
+                    owners[at] = worker
+                else:
+                    places.insert(at, place)
+                    owners.insert(at, worker)
         self._fresh = []
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ ring: the next miss of that picture, here or in another replica, goes to the sam
 from __future__ import annotations
 
 from ..load import Group
-from ..look import GroupBudget, Look, most_held
+from ..look import GroupBudgets, Look, most_held
 from ..types import Key
 from ..worker import Worker
 from .base import Policy, Surroundings
@@ -112,12 +112,12 @@ class DeviceAwareWeighted(Policy):
             fast, slow = groups
             if fast.n and slow.n and fast.weight == fast.n and slow.weight == slow.n:
                 allowed = fast.encoding * slow.n * fast.ratio // (slow.ratio * fast.n)
-                look.budget = ((fast, fast.n, fast.encoding, None), (slow, slow.n, slow.encoding, allowed))
+                look.budget = (fast, fast.n, fast.encoding, None, slow, slow.n, slow.encoding, allowed)
                 return slow if slow.encoding < allowed else fast
         chosen: Group | None = None
         base_ratio = base_n = base_encoding = 0
         base_weight = 0.0
-        budget: list[GroupBudget] = []
+        budget: GroupBudgets = ()
         for group in groups:
             n, weight, encoding = group.n, group.weight, group.encoding
             for worker in look.excluded:
@@ -130,18 +130,18 @@ class DeviceAwareWeighted(Policy):
             if chosen is None:
                 chosen = group
                 base_ratio, base_n, base_weight, base_encoding = group.ratio, n, weight, encoding
-                budget.append((group, n, encoding, None))
+                budget = (group, n, encoding, None)
                 continue
             if weight == n and base_weight == base_n:
                 allowed = base_encoding * n * base_ratio // (group.ratio * base_n)
             else:
                 allowed = int(base_encoding * weight * base_ratio // (group.ratio * base_weight))
-            budget.append((group, n, encoding, allowed))
+            budget += (group, n, encoding, allowed)
             if encoding < allowed:
                 chosen = group
                 break
         assert chosen is not None
-        look.budget = tuple(budget)
+        look.budget = budget
         return chosen
 
 
