@@ -264,6 +264,7 @@ class Sender:
                 self._unconfirmed += 1
                 await self._publish(connection, self._events_subject, delta)
                 self.counters.deltas += 1
+            await asyncio.sleep(0)
 
     async def _send_heartbeat(self, connection: Connection) -> None:
         async with self._order:

@@ -59,6 +59,7 @@ class NaiveReader:
         self.sequences: list[int] = []
         self._ask = ask
         self._request_id = 0
+        self._asked_at = 0.0
         self._parts: list[wire.Snapshot] = []
         self._behind: list[wire.Delta] = []
 
@@ -82,7 +83,8 @@ class NaiveReader:
             wrong = (message.epoch, message.seq) != (self.epoch, self.seq) or message.digest != digest(
                 map(fold, self.keys)
             )
-            if wrong:
+            # A request or its answer may be lost; one that is under way is given its time.
+            if wrong and (not self.in_doubt or time.monotonic() - self._asked_at > 1.0):
                 self.doubt()
 
     def on_part(self, data: bytes) -> None:
@@ -92,6 +94,7 @@ class NaiveReader:
             return
         assert part.part == len(self._parts)
         self._parts.append(part)
+        self._asked_at = time.monotonic()
         if part.part + 1 < part.parts:
             return
         parts, self._parts = self._parts, []
@@ -109,6 +112,7 @@ class NaiveReader:
             self._behind.clear()
         self._parts.clear()
         self._request_id += 1
+        self._asked_at = time.monotonic()
         request = wire.SnapshotRequest(self.worker_id, self.pool, self._request_id)
         self._ask(wire.encode(request, publisher_id=1, sequence=0, published_at=0))
 

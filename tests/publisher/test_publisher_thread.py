@@ -77,7 +77,7 @@ def test_changes_arrive_in_order_and_at_once(bench: Bench, wait_until: Wait) -> 
     began = time.monotonic()
     publisher.publish_delta(["a", "b"], [])
     wait_until(lambda: reader.deltas, "the first delta")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     publisher.publish_delta(["c"], ["a"])
     wait_until(lambda: len(reader.deltas) == 2, "the second delta")
     assert [(delta.seq, delta.added, delta.removed, delta.resync) for delta in reader.deltas] == [
@@ -323,7 +323,7 @@ def test_publishing_neither_waits_nor_fails_whatever_the_state(bench: Bench) -> 
     began = time.monotonic()
     for number in range(2000):
         publisher.publish_delta((str(number) for _ in range(1)), ())
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     publisher.close()
     publisher.publish_delta(["after"], [])
     keys = set(publisher.keys())
@@ -363,7 +363,7 @@ def test_close_is_bounded_when_the_broker_swallows_everything(bench: Bench, wait
     publisher.publish_delta(["a"], [])
     began = time.monotonic()
     publisher.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
 
 
 def test_closing_what_was_never_started_is_harmless(bench: Bench) -> None:
