@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -162,3 +163,22 @@ async def test_a_child_that_cannot_start_is_told_without_a_stack_trace(
     text = child.log.read_text()
     assert "Traceback" not in text
     assert "no room here" in text
+
+
+async def test_a_small_demo_plays_through_the_router(processes: Supervisor, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    options = ["--users", "3", "--turns", "3", "--vit-ms", "2", "--size", "96x64", "--json", str(figures)]
+    child = processes.start("demo", ["fullhit.lab.demo", *options])
+    await asyncio.to_thread(child.process.wait, 100)
+    assert figures.exists(), child.tail(40)
+    document = json.loads(figures.read_bytes())
+    assert document["distinct_images"] == 21
+    split, routed = document["runs"]
+    assert (split["router"], routed["router"]) == ("sglang-split", "fullhit")
+    for run in document["runs"]:
+        assert (run["requests"], run["failed"], run["images"]) == (9, 0, 45)
+        assert run["ttft_p50_ms"] > 0
+    assert split["reasons"] == {}
+    assert sum(routed["reasons"].values()) == 45
+    assert routed["reasons"]["full_hit"] > 15
+    assert 21 <= routed["vit_runs"] < 30

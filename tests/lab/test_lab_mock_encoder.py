@@ -102,10 +102,8 @@ async def test_both_zmq_backends_deliver_the_right_bytes_in_prompt_order(
     assert server.stats.dropped_parts == 0
 
 
-async def test_registrations_that_leave_first_are_held_and_served(
-    start_encoder: StartEncoder, pictures: list[bytes]
-) -> None:
-    _, url = await start_encoder()
+async def test_registrations_that_leave_first_are_held_and_served(module_encoder: str, pictures: list[bytes]) -> None:
+    url = module_encoder
     settings = LanguageServerSettings((url,), register_first=True, tp_size=2)
     async with MockLanguageServer(settings) as server:
         result = await server.encode([data_uri(pictures[0])])
@@ -113,9 +111,9 @@ async def test_registrations_that_leave_first_are_held_and_served(
 
 
 async def test_an_early_registration_gets_no_answer_until_its_encode_starts(
-    start_encoder: StartEncoder, http: aiohttp.ClientSession, pictures: list[bytes], until: Until
+    module_encoder: str, http: aiohttp.ClientSession, pictures: list[bytes], until: Until
 ) -> None:
-    _, url = await start_encoder()
+    url = module_encoder
     async with Rank() as rank:
         early = asyncio.create_task(post(http, f"{url}/scheduler_receive_url", rank.registration("early")))
 
@@ -135,9 +133,9 @@ async def test_an_early_registration_gets_no_answer_until_its_encode_starts(
 
 
 async def test_encode_answers_only_after_every_rank_has_registered(
-    start_encoder: StartEncoder, http: aiohttp.ClientSession, pictures: list[bytes], until: Until
+    module_encoder: str, http: aiohttp.ClientSession, pictures: list[bytes], until: Until
 ) -> None:
-    _, url = await start_encoder()
+    url = module_encoder
     async with Rank() as first, Rank() as second:
         encode = asyncio.create_task(post(http, f"{url}/encode", encode_body("two", data_uri(pictures[0]))))
         register = f"{url}/scheduler_receive_url"
@@ -151,9 +149,9 @@ async def test_encode_answers_only_after_every_rank_has_registered(
 
 
 async def test_the_same_part_posted_twice_is_delivered_twice(
-    start_encoder: StartEncoder, http: aiohttp.ClientSession, pictures: list[bytes]
+    module_encoder: str, http: aiohttp.ClientSession, pictures: list[bytes]
 ) -> None:
-    _, url = await start_encoder()
+    url = module_encoder
     async with Rank() as rank:
         body = encode_body("twice", data_uri(pictures[0]))
         encodes = [asyncio.create_task(post(http, f"{url}/encode", body)) for _ in range(2)]
@@ -228,9 +226,9 @@ async def test_every_change_of_the_cache_is_published_evictions_too(
 
 
 async def test_a_broken_picture_is_refused_with_400_and_an_error_part(
-    start_encoder: StartEncoder, http: aiohttp.ClientSession
+    module_encoder: str, http: aiohttp.ClientSession
 ) -> None:
-    _, url = await start_encoder()
+    url = module_encoder
     async with Rank() as rank:
         status, reply = await post(http, f"{url}/encode", encode_body("bad", "data:image/png;base64,AAAA"))
         assert status == 400
@@ -285,7 +283,7 @@ async def test_a_prefixed_path_is_unknown_as_at_the_real_encoder(
 
 
 async def test_a_picture_on_this_machine_is_fetched(
-    start_encoder: StartEncoder, pictures: list[bytes], serve: Callable[[web.Application], Awaitable[str]]
+    module_encoder: str, pictures: list[bytes], serve: Callable[[web.Application], Awaitable[str]]
 ) -> None:
     app = web.Application()
 
@@ -294,7 +292,7 @@ async def test_a_picture_on_this_machine_is_fetched(
 
     app.router.add_get("/a.jpg", picture)
     base = await serve(app)
-    _, url = await start_encoder()
+    url = module_encoder
     async with MockLanguageServer(LanguageServerSettings((url,))) as server:
         result = await server.encode([f"{base}/a.jpg"])
         with pytest.raises(RequestFailed, match="404"):
@@ -302,17 +300,17 @@ async def test_a_picture_on_this_machine_is_fetched(
     assert result.embedding == expected(pictures[:1])
 
 
-async def test_bodies_of_many_megabytes_pass(start_encoder: StartEncoder, http: aiohttp.ClientSession) -> None:
-    _, url = await start_encoder()
+async def test_bodies_of_many_megabytes_pass(module_encoder: str, http: aiohttp.ClientSession) -> None:
+    url = module_encoder
     status, reply = await post(http, f"{url}/encode", encode_body("big", "A" * 9_000_000))
     assert status == 400  # taken and looked at; an aiohttp server by default says 413
     assert "cannot decode" in reply["message"]
 
 
 async def test_a_push_waits_for_its_receiver_inside_the_socket_and_only_a_bad_address_is_a_502(
-    start_encoder: StartEncoder, http: aiohttp.ClientSession, pictures: list[bytes]
+    module_encoder: str, http: aiohttp.ClientSession, pictures: list[bytes]
 ) -> None:
-    _, url = await start_encoder()
+    url = module_encoder
     late = free_port()
     body = encode_body("late", data_uri(pictures[0]), embedding_port=late)
     assert await post(http, f"{url}/encode", body) == (200, None)

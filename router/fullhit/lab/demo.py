@@ -54,7 +54,7 @@ class DemoSettings:
     together: bool = False
     backend: Backend = "zmq_to_scheduler"
     size: PictureSize = DEFAULT_SIZE
-    vit_ms: float = 20.0
+    vit_ms: float = 15.0
     cpu_slower: float = 8.0
     embedding_kb: int = 64
     pause_ms: float = 200.0
@@ -247,7 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="8 users x 4 turns, 10 ms per picture: some seconds")
     parser.add_argument("--size", type=_size, default=DEFAULT_SIZE, metavar="WxH", help="default %(default)s")
     parser.add_argument("--large", action="store_true", help=f"pictures of {FULL_SIZE}, as in the published benchmark")
-    parser.add_argument("--vit-ms", type=float, help="mock ViT time per picture on a GPU-like encoder (default 20)")
+    parser.add_argument("--vit-ms", type=float, help="mock ViT time per picture on a GPU-like encoder (default 15)")
     parser.add_argument("--cpu-slower", type=float, default=8.0, help="how many times slower a CPU-like one is (8)")
     parser.add_argument("--embedding-kb", type=int, default=64, help="KiB delivered per picture (default %(default)s)")
     parser.add_argument("--pause-ms", type=float, default=200.0, help="mean pause before a turn (default %(default)s)")
@@ -294,7 +294,7 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> DemoSettings:
     users = args.users if args.users is not None else (8 if args.quick else 30)
     turns = args.turns if args.turns is not None else (4 if args.quick else 8)
-    vit_ms = args.vit_ms if args.vit_ms is not None else (10.0 if args.quick else 20.0)
+    vit_ms = args.vit_ms if args.vit_ms is not None else (10.0 if args.quick else 15.0)
     for name in ("cpu_slower", "embedding_kb"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0")

@@ -113,4 +113,8 @@ def verdict(split: RunReport, routed: RunReport, distinct: int, *, together: boo
         f"{'' if more else 'FAILED: '}random split: {split.total_vit_runs} ViT runs, {random_ratio:.2f} x, "
         f"{split.total_vit_runs / max(1, routed.total_vit_runs):.2f} times Fullhit's (promised: clearly more)"
     )
+    lines.append(
+        f"its time to first token is mostly the queue of the CPU-like encoders, which got {split.vit_runs['cpu']} of "
+        f"its ViT runs; Fullhit gave them {routed.vit_runs['cpu']}"
+    )
     return not failed and within and more, lines
