@@ -240,7 +240,7 @@ class PublisherState:
         )
 
     def snapshot(self) -> SnapshotView:
-        """The keys that readers hold when they have applied delta ``seq``; 20 ms for a million keys."""
+        """The keys that readers hold when they have applied delta ``seq``; copies references, so O(keys)."""
         if self._to_add:
             keys = [text for key, text in self._mirror.items() if key not in self._to_add]
         else:
