@@ -156,7 +156,7 @@ def _decode_bulk(envelope: Envelope, limits: Limits) -> Received | None:
     try:
         if envelope.topic == wire.TOPIC_SNAPSHOT:
             part = _bulk_snapshot.decode(payload)
-            keys = PackedKeys.parse(part.keys)
+            keys = PackedKeys.parse(bytes(part.keys))
             numbers: tuple[int, ...] = (part.worker_id, part.epoch, part.seq, part.request_id)
             if keys is None or not _plausible(numbers, part.pool, len(keys), limits):
                 return None
@@ -181,7 +181,7 @@ def _decode_bulk(envelope: Envelope, limits: Limits) -> Received | None:
 
 def _batch(raw: msgspec.Raw) -> KeyBatch | None:
     """Keys of one array; None when it is large and irregular."""
-    packed = PackedKeys.parse(raw)
+    packed = PackedKeys.parse(bytes(raw))
     if packed is not None or len(raw) > _BULK_BYTES:
         return packed
     texts = _texts.decode(raw)

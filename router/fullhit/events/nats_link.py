@@ -158,8 +158,8 @@ class NatsLink:
             raise PlaneError(f"connection to {self.server.address} lost: {self._last_error or 'closed'}")
         timeout = self._settings.io_timeout
         # Not under wait_for: with a full socket buffer this waits without looking at any limit.
-        asking: asyncio.Future[None] = asyncio.ensure_future(self._client.flush(timeout))
-        losing: asyncio.Future[bool] = asyncio.ensure_future(self.lost.wait())
+        asking: asyncio.Future[Any] = asyncio.ensure_future(self._client.flush(timeout))
+        losing: asyncio.Future[Any] = asyncio.ensure_future(self.lost.wait())
         try:
             await asyncio.wait({asking, losing}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if self.lost.is_set():
