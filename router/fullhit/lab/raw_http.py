@@ -113,7 +113,11 @@ class RawClient:
         sock.setblocking(False)
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        await asyncio.get_running_loop().sock_connect(sock, (host, port))
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, (host, port))
+        except BaseException:
+            sock.close()
+            raise
         limit = LIMIT if receive_buffer is None else receive_buffer
         name = host if ssl is not None else None
         reader, writer = await asyncio.open_connection(sock=sock, limit=limit, ssl=ssl, server_hostname=name)

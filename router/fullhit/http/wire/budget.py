@@ -82,7 +82,7 @@ class MemoryBudget:
             if room > 0:
                 room -= WAKE_STEP
                 woken.append(self._waiting.popitem(last=False)[0])
-            elif self._overdraft is None:
+            elif self._overdraft is None and not woken:
                 self._overdraft = self._waiting.popitem(last=False)[0]
                 woken.append(self._overdraft)
             else:

@@ -292,8 +292,8 @@ class ServerConnection(asyncio.BufferedProtocol):
             if end - start > limits.max_head_bytes:
                 self.refuse(_head_too_large(limits.max_head_bytes))
                 return end
-            fresh = max(0, self._scan - 1)
-            if data.count(b"\n", fresh, end) != data.count(b"\r\n", fresh, end):
+            scan = self._scan
+            if data.count(b"\n", scan, end) != data.count(b"\r\n", max(0, scan - 1), end):
                 self.refuse(ClientFault(400, "bad_request", "malformed request: bare line feed"))
                 return end
             self._scan = end
