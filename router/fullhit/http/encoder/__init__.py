@@ -1,1 +1,17 @@
+"""The encoder gateway: SGLang language servers in front, SGLang encoders behind."""
 
+from .gateway import EncoderGateway
+from .parts import PartLimits
+from .replies import sglang_error
+from .settings import FleetView, GatewaySettings, GatewayTelemetry
+from .upstream import Origins
+
+__all__ = [
+    "EncoderGateway",
+    "FleetView",
+    "GatewaySettings",
+    "GatewayTelemetry",
+    "Origins",
+    "PartLimits",
+    "sglang_error",
+]

@@ -1,0 +1,427 @@
+"""The ``/encode`` call: from the body to the answer, over as many encoders as it takes.
+
+    parse -> (bad picture?) -> part -> choose, or wait -> forward -> answer
+                                        ^---- turned away, dead ----+
+
+Two promises hold on every path. The in-flight slot is given back exactly once (`LivePart` owns it). And once a
+body is on its way to an encoder, a caller who leaves changes nothing: there is no cancel in the protocol, the
+encoder goes on encoding, so the call stays open and its slot taken until the encoder has answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from fullhit.core.decision import Decision
+from fullhit.core.pool import Pool
+from fullhit.core.types import SelectRequest
+from fullhit.http.wire import Request, Responder, Timeouts, UpstreamClient, UpstreamError, end_to_end
+
+from .calls import InFlight, LivePart
+from .delivery import Deliveries
+from .imagecheck import inspect_image
+from .media import BadBody, EncodeInfo, parse_encode
+from .parts import Part, PartState, PartTable
+from .peers import PeerMemory, address_of, is_loopback, is_wildcard
+from .replies import Refusal, request_id_of
+from .settings import FleetView, GatewaySettings, GatewayTelemetry
+from .substitute import CannotSubstitute, substitute_items
+from .upstream import Answer, Failure, Origins, failure_of, is_listening, refusal_of
+from .waiting import WaitedTooLong, WaitingRoom, WaitingRoomFull
+
+__all__ = ["EncodeRoute"]
+
+_SAME_ENCODER_TRIES = 3
+"""How often a copy that must stay with its encoder is offered to it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One ``/encode`` as it goes through the gateway."""
+
+    info: EncodeInfo
+    body: bytes | bytearray | memoryview
+    headers: list[tuple[bytes, bytes]]
+    request_id: bytes
+    peer: str
+    alias: str
+    started: float
+    deadline: float
+    responder: Responder
+    live: LivePart
+    tried: set[str] = field(default_factory=set)
+    attempts: int = 0
+    rounds: int = 0
+    not_before: float = 0.0
+    stuck: int = 0
+    lost: int = 0
+    causes: list[str] = field(default_factory=list)
+    pictures: tuple[str, ...] = ()
+    decision: Decision | None = None
+
+    @property
+    def part(self) -> Part:
+        return self.live.part
+
+
+class EncodeRoute:
+    """Handles ``POST /encode``. ``on_part(alias, req_id)`` is called when a part has got on."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        client: UpstreamClient,
+        fleet: FleetView,
+        settings: GatewaySettings,
+        telemetry: GatewayTelemetry,
+        table: PartTable,
+        peers: PeerMemory,
+        origins: Origins,
+        deliveries: Deliveries,
+        on_part: Callable[[str, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._client = client
+        self._fleet = fleet
+        self._settings = settings
+        self._telemetry = telemetry
+        self._table = table
+        self._peers = peers
+        self._origins = origins
+        self._deliveries = deliveries
+        self._on_part = on_part
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._lives: dict[Part, LivePart] = {}
+        self.room = WaitingRoom(pool, settings.queue_max, settings.queue_max_bytes, telemetry.observe_select)
+        self.in_flight = InFlight(clock)
+        self.timeouts = Timeouts(
+            connect=settings.connect_timeout,
+            send=settings.send_timeout,
+            first_byte=settings.encode_timeout,
+            idle=settings.send_timeout,
+        )
+
+    @property
+    def open_calls(self) -> int:
+        """``/encode`` calls in the house, waiting ones included."""
+        return sum(live.part.copies for live in self._lives.values())
+
+    async def handle(self, request: Request, responder: Responder, alias: str) -> None:
+        """Serve one call. Raises Refusal."""
+        started = self._clock()
+        request_id, given = request_id_of(request)
+        inspect = None if self._settings.bad_image == "pass" else inspect_image
+        try:
+            info = parse_encode(request.body, inspect)
+        except BadBody as error:
+            self._telemetry.count("rejected", cause="bad_body")
+            self._telemetry.request_done(self._pool.name, "none", 400, self._clock() - started)
+            raise Refusal(400, str(error), "bad_body", req_id=error.req_id) from error
+        peer = address_of(request.peer)
+        headers = [h for h in end_to_end(request.headers) if h[0].lower() != b"host"]
+        if not given:
+            headers.append((b"x-request-id", request_id))
+        part = self._table.open_encode(alias, info.req_id, info.prefill_host, peer)
+        live = self._lives.get(part)
+        if live is None:
+            live = self._lives[part] = LivePart(part)
+        call = _Call(
+            info=info,
+            body=request.body,
+            headers=headers,
+            request_id=request_id,
+            peer=peer,
+            alias=alias,
+            started=started,
+            deadline=self._loop.time() + self._settings.queue_timeout,
+            responder=responder,
+            live=live,
+        )
+        code = 499
+        closed = False
+        try:
+            if info.bad:
+                self._mind_pictures(call)
+            answer = await self._until_answered(call)
+            code = answer.status
+            self._close(call, answer)
+            closed = True
+            self._pass_on(call, answer)
+        except Refusal as refusal:
+            code = refusal.status
+            refusal.req_id = info.req_id
+            refusal.request_id = request_id
+            refusal.headers = [*refusal.headers, *self._marks(call)]
+            call.causes.append(refusal.cause)
+            self._table.close_failed(part, refusal.status, refusal.message)
+            raise
+        except BaseException:
+            if not closed:
+                self._table.abandon(part)  # The caller left while it waited, or the router stops.
+            raise
+        finally:
+            if part.copies == 0:
+                self._lives.pop(part, None)
+                live.give_back()
+            self._on_part(alias, info.req_id)
+            self._tell(call, code)
+
+    def close(self) -> None:
+        self.room.close()
+
+    # --- bad pictures
+
+    def _mind_pictures(self, call: _Call) -> None:
+        """Refuse the call or replace the pictures, whichever the caller's backend survives."""
+        info = call.info
+        backend = self._peers.backend(call.peer, info)
+        action = self._settings.bad_image
+        if action == "auto":
+            action = "substitute" if backend == "zmq_to_scheduler" else "reject"
+        call.pictures = tuple(f"item {bad.index} of {info.items}: {bad.problem}" for bad in info.bad)
+        body: bytes | None = None
+        if action == "substitute":
+            try:
+                body = substitute_items(call.body, {bad.index for bad in info.bad}, info.items)
+                call.info = parse_encode(body)
+                call.body = body
+            except (CannotSubstitute, BadBody):
+                body = None
+        done = "rejected" if body is None else "substituted"
+        for _ in info.bad:
+            self._telemetry.count("bad_images", action=done)
+        self._telemetry.event(
+            "bad_image",
+            level="warning",
+            action=done,
+            req_id=info.req_id,
+            request_id=call.request_id.decode(),
+            peer=call.peer,
+            backend=backend,
+            pictures=list(call.pictures),
+        )
+        if body is None:
+            raise Refusal(400, f"image cannot be decoded: {'; '.join(call.pictures)}"[:1_000], "bad_image")
+
+    # --- choosing and forwarding
+
+    async def _until_answered(self, call: _Call) -> Answer:
+        """Try encoders until one has answered. Raises Refusal."""
+        while True:
+            attempt = await self._choose(call)
+            if call.responder.peer_gone and call.attempts and call.part.copies == 1:
+                raise Refusal(499, "the caller left while no encoder had taken the request", "caller_left")
+            call.responder.detach()
+            result = await self._forward(call, attempt)
+            if isinstance(result, Answer):
+                return result
+            await self._after(call, attempt, result)
+
+    async def _choose(self, call: _Call) -> int:
+        """The number of an attempt that is under way or just chosen: by this copy or by another one."""
+        live, part = call.live, call.part
+        while part.state is PartState.CHOOSING:
+            if live.choosing is not None:
+                await asyncio.wait((live.choosing,))
+                continue
+            live.choosing = self._loop.create_future()
+            try:
+                decision = await self._select(call)
+                live.take(decision, self._origins.of(decision.worker.url))
+                self._table.chosen(part, decision.worker.id)
+            finally:
+                live.choosing.set_result(None)
+                live.choosing = None
+        call.decision = live.decision
+        return part.attempt
+
+    async def _select(self, call: _Call) -> Decision:
+        info = call.info
+        request = SelectRequest(
+            keys=info.keys,
+            items=info.items,
+            unkeyed=info.unkeyed,
+            request_id=call.request_id.decode(),
+            exclude=frozenset(call.tried),
+        )
+        try:
+            decision = await self.room.admit(request, len(call.body), call.deadline, call.not_before)
+        except WaitingRoomFull as error:
+            raise self._no_encoder(call, str(error), "queue_full") from error
+        except WaitedTooLong as error:
+            raise self._no_encoder(call, str(error), "queue_timeout") from error
+        self._warn_of_unreachable(call, decision)
+        return decision
+
+    def _no_encoder(self, call: _Call, why: str, cause: str) -> Refusal:
+        self._telemetry.count("rejected", cause=cause)
+        tried = f"; tried {', '.join(sorted(call.causes))}" if call.causes else ""
+        return Refusal(503, f"no encoder could take the request: {why}{tried}"[:2_000], cause, retry_after=1)
+
+    async def _forward(self, call: _Call, attempt: int) -> Answer | Failure:
+        """One copy to the chosen encoder."""
+        live, part = call.live, call.part
+        worker = part.worker
+        origin = live.origin or self._origins.of(worker)
+        call.attempts += 1
+        sent = False
+
+        def on_sent() -> None:
+            nonlocal sent
+            sent = True
+            for registered in self._table.sent(part, attempt):
+                live.deliveries.add(self._deliveries.start(part, registered, origin, live.deliveries.discard))
+            self._on_part(call.alias, part.req_id)
+
+        end = self.in_flight.begin(worker)
+        try:
+            response = await self._client.send(
+                origin, b"POST", b"/encode", call.headers, call.body, timeouts=self.timeouts, on_sent=on_sent
+            )
+            body = await response.read(self._settings.max_reply_bytes)
+        except UpstreamError as error:
+            failure = failure_of(error)
+        else:
+            answer = Answer(response.status, end_to_end(response.headers), body)
+            refusal = refusal_of(answer)
+            if refusal is None:
+                self._judge(worker, answer)
+                return answer
+            failure = refusal
+        finally:
+            end()
+        if failure.report is not None:
+            self._fleet.report_failure(worker, failure.report)
+        if failure.retry == "if_harmless" and (not sent or call.info.num_parts == 1 or not await is_listening(origin)):
+            failure = replace(failure, retry="yes")
+            call.lost += sent
+        call.causes.append(f"{worker} ({failure.cause})")
+        if failure.retry == "yes":
+            if not self._table.back(part, attempt, sent=sent):
+                call.stuck += 1
+            else:
+                call.stuck = 0
+                if part.state is PartState.CHOOSING and part.attempt == attempt:
+                    live.give_back()
+        return failure
+
+    async def _after(self, call: _Call, attempt: int, failure: Failure) -> None:
+        """Go on after a failure: pause, exclude, or give up (Refusal)."""
+        settings = self._settings
+        if failure.retry != "yes":
+            raise Refusal(failure.status, self._lost(call, failure), failure.cause)
+        if call.lost >= settings.max_lost:
+            message = f"{call.lost} encoders were lost over this request; the last: {failure.message}"
+            raise Refusal(failure.status, message, "max_lost")
+        self._telemetry.count("retries", cause=failure.cause)
+        if call.decision is not None:
+            self._telemetry.decision(call.decision, error=failure.cause, detail=failure.message, attempt=attempt)
+        if call.stuck:
+            # Another copy of this part is being worked on there: this one must not go anywhere else.
+            if call.stuck >= _SAME_ENCODER_TRIES:
+                raise Refusal(failure.status, self._lost(call, failure), failure.cause)
+            await asyncio.sleep(settings.retry_pause)
+            return
+        if settings.max_attempts and call.attempts >= settings.max_attempts:
+            raise self._no_encoder(call, f"{call.attempts} attempts (max_attempts)", "max_attempts")
+        if failure.blame or call.attempts > _SAME_ENCODER_TRIES:
+            call.tried.add(call.part.worker)
+        if not self._somebody_left(call):
+            # All have turned it away. Waiting for them is better than refusing: another round, after a pause.
+            call.rounds += 1
+            call.tried.clear()
+            pause = min(settings.retry_pause * 2 ** min(call.rounds - 1, 10), settings.retry_pause_max)
+            call.not_before = self._loop.time() + pause
+
+    def _somebody_left(self, call: _Call) -> bool:
+        return any(worker.fit and worker.id not in call.tried for worker in self._pool.workers())
+
+    def _lost(self, call: _Call, failure: Failure) -> str:
+        why = "; it may be working on it still, so it was not sent elsewhere" if failure.retry == "if_harmless" else ""
+        return f"encoder {call.part.worker} failed: {failure.message}{why}"[:2_000]
+
+    def _judge(self, worker: str, answer: Answer) -> None:
+        """Tell the fleet about an answer that is passed on. A 400 says nothing about the encoder."""
+        if answer.status < 300:
+            self._fleet.report_success(worker)
+        elif answer.status >= 500:
+            self._fleet.report_failure(worker, "5xx")
+        elif answer.status == 409:
+            self._telemetry.event("duplicate_at_encoder", level="error", worker=worker)
+
+    # --- the end
+
+    def _close(self, call: _Call, answer: Answer) -> None:
+        part, info = call.part, call.info
+        if answer.status == 200:
+            self._pool.record_encoded(part.worker, info.sizes)
+            # With mooncake a /send follows. Registrations and a port of its own are for the zmq backends.
+            self._table.close_ok(part, keep=info.embedding_port is None and not part.registrations)
+        else:
+            text = answer.body[:2_000].decode("utf-8", "replace")
+            self._table.close_failed(part, answer.status, _message_in(answer.body) or text)
+
+    def _pass_on(self, call: _Call, answer: Answer) -> None:
+        headers = [*answer.headers, *self._marks(call)]
+        if not any(name.lower() == b"x-request-id" for name, _ in answer.headers):
+            headers.append((b"x-request-id", call.request_id))
+        call.responder.reply(answer.status, headers, answer.body)
+
+    def _marks(self, call: _Call) -> list[tuple[bytes, bytes]]:
+        """Where the call went and why, as headers."""
+        marks = []
+        if call.attempts:
+            marks.append((b"x-fullhit-worker", call.part.worker.encode("ascii", "replace")))
+        if call.decision is not None:
+            marks.append((b"x-fullhit-reason", str(call.decision.reason).encode()))
+        return marks
+
+    def _tell(self, call: _Call, code: int) -> None:
+        seconds = self._clock() - call.started
+        decision = call.decision
+        reason = str(decision.reason) if decision is not None else "none"
+        self._telemetry.request_done(self._pool.name, reason, code, seconds)
+        outcome: dict[str, object] = {"code": code, "ms": round(seconds * 1e3, 3), "req_id": call.info.req_id}
+        if call.alias:
+            outcome["alias"] = call.alias
+        if call.causes:
+            outcome["failed_before"] = list(call.causes)
+        if call.pictures:
+            outcome["bad_images"] = list(call.pictures)
+        if decision is not None:
+            self._telemetry.decision(decision, **outcome)
+        elif code != 499:
+            self._telemetry.event("not_routed", level="warning", request_id=call.request_id.decode(), **outcome)
+
+    def _warn_of_unreachable(self, call: _Call, decision: Decision) -> None:
+        """An encoder on another machine cannot push to a wildcard or loopback address. It is passed on as it is."""
+        host = call.info.prefill_host
+        if not host or not (is_wildcard(host) or is_loopback(host)):
+            return
+        if is_loopback(self._origins.of(decision.worker.url).host) or not self._peers.warn_once(call.peer):
+            return
+        self._telemetry.event(
+            "prefill_host_unreachable",
+            level="warning",
+            peer=call.peer,
+            prefill_host=host,
+            worker=decision.worker.id,
+            advice="the encoder cannot push embeddings to this address; start the language server with "
+            "SGLANG_HOST_IP or --host set to an address that the encoder can dial",
+        )
+
+
+def _message_in(body: bytes) -> str:
+    """The ``message`` of an encoder's error body."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    message = fields.get("message") if isinstance(fields, dict) else None
+    return message if isinstance(message, str) else ""

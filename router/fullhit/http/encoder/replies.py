@@ -1,0 +1,77 @@
+"""The shapes in which the gateway answers on its own behalf: SGLang's ``{status, message, req_id}``."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from fullhit.http.wire import Request, Responder
+
+__all__ = ["JSON", "HeaderList", "Refusal", "reply_error", "reply_json", "reply_text", "request_id_of", "sglang_error"]
+
+HeaderList = Sequence[tuple[bytes, bytes]]
+
+JSON: Final = (b"Content-Type", b"application/json")
+_MAX_ID: Final = 256
+
+
+class Refusal(Exception):
+    """An answer that the gateway gives itself: HTTP ``status``, ``message``, and the short ``cause`` for counters.
+
+    ``req_id`` goes into the body, ``headers`` (such as ``Allow``) into the head.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        cause: str,
+        *,
+        req_id: str = "",
+        retry_after: int | None = None,
+        headers: HeaderList = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.cause = cause
+        self.req_id = req_id
+        self.retry_after = retry_after
+        self.headers = headers
+        self.request_id = b""
+
+
+def sglang_error(status: int, code: str, message: str, request_id: str) -> tuple[str, bytes]:
+    """For `HttpListener(error_format=...)`: errors of the listener itself in the same shape."""
+    body = {"status": "error", "message": message, "req_id": "", "code": code}
+    if request_id:
+        body["request_id"] = request_id
+    return "application/json", msgspec.json.encode(body)
+
+
+def request_id_of(request: Request) -> tuple[bytes, bool]:
+    """The request's ``x-request-id``, and whether it came with one; a fresh one otherwise."""
+    given = request.get(b"x-request-id")
+    if given and len(given) <= _MAX_ID and given.isascii() and given.decode().isprintable():
+        return given, True
+    return secrets.token_hex(16).encode(), False
+
+
+def reply_error(responder: Responder, refusal: Refusal, request_id: bytes) -> None:
+    """``{"status": "error", "message", "req_id"}``."""
+    body = {"status": "error", "message": refusal.message, "req_id": refusal.req_id}
+    extra = [JSON, (b"x-request-id", request_id), *refusal.headers]
+    if refusal.retry_after is not None:
+        extra.append((b"Retry-After", b"%d" % refusal.retry_after))
+    responder.reply(refusal.status, extra, msgspec.json.encode(body))
+
+
+def reply_json(responder: Responder, status: int, body: object, headers: HeaderList = ()) -> None:
+    responder.reply(status, [JSON, *headers], msgspec.json.encode(body))
+
+
+def reply_text(responder: Responder, status: int, text: str, headers: HeaderList = ()) -> None:
+    responder.reply(status, [(b"Content-Type", b"text/plain; charset=utf-8"), *headers], text.encode())
