@@ -438,6 +438,20 @@ def test_a_mistake_in_the_options_is_told_in_one_line(
     assert "Traceback" not in said
 
 
+async def test_it_leaves_at_once_although_nobody_took_what_it_pushed(
+    start_encoder: StartEncoder, processes: Supervisor, http: aiohttp.ClientSession, pictures: list[bytes]
+) -> None:
+    child, url = await start_encoder()
+    for rid in ("a", "b"):
+        async with Rank() as rank:
+            gone = rank.registration(rid)
+        encode = asyncio.create_task(post(http, f"{url}/encode", encode_body(rid, data_uri(pictures[0]))))
+        assert await post(http, f"{url}/scheduler_receive_url", gone) == (200, None)
+        assert await encode == (200, None)
+    await asyncio.to_thread(processes.stop)
+    assert child.process.returncode == 0
+
+
 async def test_a_busy_port_is_told_without_a_stack_trace(processes: Supervisor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -163,6 +163,8 @@ class Pusher:
 
     def close(self) -> None:
         """Close all; what is not delivered within a second is dropped."""
+        for socket in self._sockets.values():
+            socket.close(linger=1000)
         self._sockets.clear()
         self._context.destroy(linger=1000)
 
@@ -177,6 +179,8 @@ class Pusher:
             raise PushFailed(f"no usable address: {address}")
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+        # Also for a socket that is dropped without being closed: by default it would hold up the exit for ever.
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
         try:
             socket.connect(f"tcp://{address}")
         except zmq.ZMQError as problem:
