@@ -108,9 +108,10 @@ class UpstreamConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        # TLS keeps ciphertext in a second buffer that the watermark does not cover: nothing can be proven.
+        # TLS keeps ciphertext in a second buffer that the watermark does not cover: nothing can be proven there.
         self._exact = self.origin.ssl is None
-        self._transport.set_write_buffer_limits(high=0, low=0)
+        if self._exact:
+            self._transport.set_write_buffer_limits(high=0, low=0)
         if self.state == CONNECTING:
             self.state = FREE
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from .budget import BudgetHolder, MemoryBudget
 from .connection import BodyMemory, ServerConnection
-from .errors import ClientFault, PeerGone, UpstreamError
+from .errors import ClientFault, PeerGone, UpstreamError, UpstreamTimeout
 from .limits import ListenerLimits
 from .request import Handler, Request, Responder
 
@@ -64,7 +64,7 @@ class HttpListener:
 
     `on_event(kind)` is called for everything that `stats` counts. `error_format` shapes the bodies of answers
     that this class gives itself. An exception from the handler is answered 500 with a request id, logged and
-    counted; ClientFault is answered as it says.
+    counted; ClientFault is answered as it says, UpstreamError with 502 or 504.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class HttpListener:
         )
         self._sweep = min(SWEEP_SECONDS, max(0.01, shortest / 4))
         self._calm = asyncio.Event()
+        self._draining = False
         self._server = await self.loop.create_server(
             lambda: ServerConnection(self),
             host,
@@ -244,6 +245,8 @@ class HttpListener:
                 responder.reply(fault.status, headers, body)
         except PeerGone:
             responder.abort()
+        except UpstreamError as error:
+            self._upstream_failed(responder, error)
         except Exception as error:
             self._unanswered(request, responder, error)
         finally:
@@ -253,10 +256,17 @@ class HttpListener:
                 if self._draining:
                     self._wake_drain()
 
+    def _upstream_failed(self, responder: Responder, error: UpstreamError) -> None:
+        """For handlers that have no better idea: a bad gateway, or a cut where an answer had begun."""
+        self.count(f"upstream_{error.kind}")
+        if responder.started:
+            responder.abort()
+        else:
+            status = 504 if isinstance(error, UpstreamTimeout) else 502
+            headers, body = self.error_body(status, f"upstream_{error.kind}", str(error))
+            responder.reply(status, headers, body)
+
     def _unanswered(self, request: Request, responder: Responder, error: Exception | None) -> None:
-        if isinstance(error, UpstreamError) and responder.started:
-            responder.abort()  # The answer broke off upstream: known, and the client must see the cut.
-            return
         request_id = next(self._ids)
         self.count("handler_errors")
         what = "failed" if error is not None else "returned without an answer"

@@ -31,6 +31,7 @@ class UpstreamResponse(Feeder):
 
     __slots__ = (
         "_bytes",
+        "_claimed",
         "_client_conn",
         "_conn",
         "_convert",
@@ -54,6 +55,7 @@ class UpstreamResponse(Feeder):
         self._read_ahead = read_ahead
         self._held: list[bytes] = []
         self._bytes = 0
+        self._claimed = False
         self._over = False
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -126,8 +128,8 @@ class UpstreamResponse(Feeder):
         """
         self._claim()
         head = self.head
-        if self._error is not None and not self._held:
-            self.close()
+        if self._error is not None:  # known before a byte of the answer has left: the caller can still choose
+            self._held.clear()
             raise self._error
         kept = end_to_end(head.headers)
         kept.extend(extra_headers)
@@ -192,6 +194,7 @@ class UpstreamResponse(Feeder):
     def close(self) -> None:
         """Throw the rest away. An answer that is not complete costs its connection."""
         conn, self._conn = self._conn, None
+        self._claimed = True
         self._held.clear()
         if conn is not None and not self._over:
             self._over = True
@@ -231,8 +234,9 @@ class UpstreamResponse(Feeder):
     # --- internals
 
     def _claim(self) -> None:
-        if self._responder is not None or self._payload is not None or (self._conn is None and not self._over):
+        if self._claimed:
             raise LocalFault("the answer has been consumed already")
+        self._claimed = True
 
     def _converted(self, view: memoryview, start: int, end: int) -> None:
         payload = self._payload
