@@ -40,7 +40,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        return self.result == "ok"
+        return not self.result.startswith("FAILED")
 
 
 def main() -> int:
@@ -134,7 +134,7 @@ async def run_case(entry: Case, stack: Stack, seeds: itertools.count[int]) -> Ro
     started = time.monotonic()
     result = "ok"
     try:
-        if await stack.repair():
+        if entry.intact and await stack.repair():
             await stack.all_encoders_ready()
         if entry.aliases is not None and entry.aliases != stack.aliases:
             await stack.use_aliases(entry.aliases)
@@ -150,6 +150,8 @@ async def run_case(entry: Case, stack: Stack, seeds: itertools.count[int]) -> Ro
         result = f"FAILED: {type(error).__name__}: {error}"
     finally:
         run.close()
+    if entry.known_limit and result != "ok":
+        result = f"known limit: {entry.known_limit}"
     row = Row(entry.name, stack.backend, run.requests, result, time.monotonic() - started, run.note)
     say(f"  {row.result:<6} {row.case} ({row.requests} requests, {row.seconds:.1f} s) {row.note}".rstrip())
     if not row.ok:

@@ -113,11 +113,16 @@ def ensure_environment() -> Environment:
     base.mkdir(parents=True, exist_ok=True)
     home = base / f"sglang-{recipe_hash()}"
     took: float | None = None
-    if not (home / MARKER).exists():
+    if not complete(home):
         with exclusive(base / f"{home.name}.lock"):
-            if not (home / MARKER).exists():
+            if not complete(home):
                 took = build(home)
     return Environment(home=home, model=ensure_model(home), build_seconds=took)
+
+
+def complete(home: Path) -> bool:
+    """Built to the end, and the Python it was built from is still there (its interpreter is a link)."""
+    return (home / MARKER).exists() and (home / "venv/bin/python").exists()
 
 
 @contextlib.contextmanager
@@ -182,7 +187,7 @@ def run_step(name: str, command: list[str], sink: object, tries: int = 1) -> Non
         if code == 0:
             say(f"  installed {name} in {time.monotonic() - started:.0f} s")
             return
-    tail = "\n    ".join(path.read_text(errors="replace").splitlines()[-15:])
+    tail = "\n    ".join(line[:300] for line in path.read_text(errors="replace").splitlines()[-15:])
     raise BuildFailed(f"installing {name} failed (exit {code}); log {path} ends with\n    {tail}")
 
 

@@ -10,24 +10,32 @@ import aiohttp
 
 from .case import Run, case
 from .client import ChatReply, data_uri, encode_body, new_part_id, picture, registration
-from .environment import say
 from .processes import free_port, until
 from .stack import TO_SCHEDULER, TO_TOKENIZER, Server
 
 CONCURRENCY = 6
 
 
-@case("an encoder is killed under 40 chats, then used again", aliases=False, limit=240.0)
+@case("an encoder is killed under 40 chats, then used again", aliases=False, limit=300.0)
 async def kill_one(run: Run) -> None:
-    await kill_under_traffic(run, run.stack.encoders[0], chats=40, pictures=1)
+    victim = run.stack.encoders[0]
+    await run.stack.all_encoders_ready()
+    await kill_under_traffic(run, victim, chats=40, pictures=1)
+    await run.stack.start_encoder(victim)
+    await run.stack.all_encoders_ready()
+    before = victim.encodes
+    for _ in range(4):
+        await asyncio.gather(*(run.chat_succeeds(run.new_pictures()) for _ in range(4)))
+    run.expect(victim.encodes > before, "the restarted encoder got no request")
 
 
-@case("an encoder is killed under 24 chats over aliases", aliases=True, limit=240.0, backends=(TO_SCHEDULER,))
+@case("an encoder is killed under 24 chats over aliases", aliases=True, backends=(TO_SCHEDULER,))
 async def kill_one_over_aliases(run: Run) -> None:
+    await run.stack.all_encoders_ready()
     await kill_under_traffic(run, run.stack.encoders[1], chats=24, pictures=3)
 
 
-@case("all encoders are down for a while", aliases=False, limit=240.0)
+@case("all encoders are down for a while", backends=(TO_SCHEDULER,), aliases=False, intact=False, limit=400.0)
 async def all_down(run: Run) -> None:
     for encoder in run.stack.encoders:
         encoder.process.kill()
@@ -39,18 +47,15 @@ async def all_down(run: Run) -> None:
             await task  # raises with the reason
         run.expect(not ended, "a chat was answered without any encoder")
         run.stack.language.process.check()
-        for encoder in run.stack.encoders:
-            await run.stack.start_encoder(encoder)
+        await run.stack.start_encoder(run.stack.encoders[0])
         replies = await asyncio.gather(*waiting)
     finally:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        for encoder in run.stack.encoders:
-            if not encoder.process.alive:
-                await run.stack.start_encoder(encoder)
     run.note = f"waited up to {max(reply.seconds for reply in replies):.0f} s"
     await run.language_server_lives()
+    await run.stack.start_encoder(run.stack.encoders[1])
     await run.stack.all_encoders_ready()
 
 
@@ -63,13 +68,6 @@ async def undecodable_to_scheduler(run: Run) -> None:
             run.expect(reply.status == 200, f"{name}: {reply.brief}")
             run.expect(reply.image_tokens > 0, f"{name}: no image tokens")
             run.stack.language.process.check()
-    await run.language_server_lives()
-
-
-@case("a picture URL that cannot be fetched does not stop the language server", backends=(TO_SCHEDULER,))
-async def unreachable_to_scheduler(run: Run) -> None:
-    reply = await run.chat([f"http://127.0.0.1:{free_port()}/none.png"])
-    run.note = f"client got {reply.status}"
     await run.language_server_lives()
 
 
@@ -127,9 +125,23 @@ async def unregisters(run: Run) -> None:
         await run.language_server_lives()
 
 
+@case(
+    "a picture URL that cannot be fetched does not stop the language server",
+    backends=(TO_SCHEDULER,),
+    intact=False,
+    known_limit="SGLang 0.5.23 ends over any failed /encode, and the router does not fetch pictures",
+)
+async def unreachable_to_scheduler(run: Run) -> None:
+    reply = await run.chat([f"http://127.0.0.1:{free_port()}/none.png"])
+    run.note = f"client got {reply.status}"
+    await run.language_server_lives()
+
+
 async def kill_under_traffic(run: Run, victim: Server, *, chats: int, pictures: int) -> None:
-    """Send chats, kill ``victim`` after a third of them, and require that every single one succeeds."""
-    await run.stack.all_encoders_ready()
+    """Send chats, kill ``victim`` after a third of them, and require that every single one succeeds.
+
+    It is stopped for a moment before, so that requests which it has accepted are sure to die with it.
+    """
     gate = asyncio.Semaphore(CONCURRENCY)
     done = 0
 
@@ -143,6 +155,8 @@ async def kill_under_traffic(run: Run, victim: Server, *, chats: int, pictures: 
     tasks = [asyncio.create_task(one()) for _ in range(chats)]
     try:
         await until(lambda: done >= chats // 3, "a third of the traffic is through", 60.0)
+        victim.process.pause()
+        await asyncio.sleep(0.5)
         victim.process.kill()
         replies = await asyncio.gather(*tasks)
     finally:
@@ -153,13 +167,6 @@ async def kill_under_traffic(run: Run, victim: Server, *, chats: int, pictures: 
     failed = [reply for reply in replies if reply.status != 200]
     slowest = max(reply.seconds for reply in replies)
     run.note = f"{len(replies) - len(failed)} ok, {len(failed)} failed, slowest {slowest:.1f} s"
-    say(f"  {run.note}; starting {victim.process.name} again")
-    await run.stack.start_encoder(victim)
-    await run.stack.all_encoders_ready()
-    before = victim.encodes
-    for _ in range(4):
-        await asyncio.gather(*(run.chat_succeeds(run.new_pictures()) for _ in range(4)))
-    run.expect(victim.encodes > before, "the restarted encoder got no request")
     run.expect(not failed, f"{len(failed)} of {chats} chats failed, the first: {failed[0].brief if failed else ''}")
 
 
