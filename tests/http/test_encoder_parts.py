@@ -346,8 +346,11 @@ class Life(RuleBasedStateMachine):
             part, now = self.table.register(alias, Registration(req_id, url, 2, host), b"", (), host)
         except AmbiguousPart:
             return
+        # A part with one good answer is over, even while a copy of it is still open.
         live = [
-            p for p in self.table.parts() if (p.alias, p.req_id, p.host) == (alias, req_id, host) and p in self.open
+            p
+            for p in self.table.parts()
+            if (p.alias, p.req_id, p.host) == (alias, req_id, host) and p in self.open and p.state is not PartState.DONE
         ]
         if live:
             assert part is live[0]
@@ -383,6 +386,8 @@ class Life(RuleBasedStateMachine):
     def close(self, data: st.DataObject, how: str) -> None:
         part = data.draw(st.sampled_from(self.open))
         self.open.remove(part)
+        if how in ("ok", "keep") and part.state in (PartState.CHOOSING, PartState.CHOSEN):
+            how = "failed"  # Nobody has had the body yet, so nobody can have answered well.
         if how in ("ok", "keep"):
             self.table.close_ok(part, keep=how == "keep")
         elif how == "failed":
