@@ -17,20 +17,18 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from fullhit.core.decision import Decision
-from fullhit.core.pool import Pool
 from fullhit.core.types import SelectRequest
-from fullhit.http.wire import Request, Responder, Timeouts, UpstreamClient, UpstreamError, end_to_end
+from fullhit.http.wire import Request, Responder, Timeouts, UpstreamError, end_to_end
 
 from .calls import InFlight, LivePart
-from .delivery import Deliveries
 from .imagecheck import inspect_image
 from .media import BadBody, EncodeInfo, parse_encode
-from .parts import Part, PartState, PartTable
-from .peers import PeerMemory, address_of, is_loopback, is_wildcard
+from .parts import Part, PartState
+from .peers import address_of, is_loopback, is_wildcard
 from .replies import Refusal, request_id_of
-from .settings import FleetView, GatewaySettings, GatewayTelemetry
+from .shared import Shared
 from .substitute import CannotSubstitute, substitute_items
-from .upstream import Answer, Failure, Origins, failure_of, is_listening, refusal_of
+from .upstream import Answer, Failure, failure_of, is_listening, refusal_of
 from .waiting import WaitedTooLong, WaitingRoom, WaitingRoomFull
 
 __all__ = ["EncodeRoute"]
@@ -71,35 +69,23 @@ class _Call:
 class EncodeRoute:
     """Handles ``POST /encode``. ``on_part(alias, req_id)`` is called when a part has got on."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        client: UpstreamClient,
-        fleet: FleetView,
-        settings: GatewaySettings,
-        telemetry: GatewayTelemetry,
-        table: PartTable,
-        peers: PeerMemory,
-        origins: Origins,
-        deliveries: Deliveries,
-        on_part: Callable[[str, str], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._pool = pool
-        self._client = client
-        self._fleet = fleet
-        self._settings = settings
-        self._telemetry = telemetry
-        self._table = table
-        self._peers = peers
-        self._origins = origins
-        self._deliveries = deliveries
+    def __init__(self, shared: Shared, on_part: Callable[[str, str], None]) -> None:
+        self._pool = shared.pool
+        self._client = shared.client
+        self._fleet = shared.fleet
+        self._settings = settings = shared.settings
+        self._telemetry = telemetry = shared.telemetry
+        self._table = shared.table
+        self._peers = shared.peers
+        self._origins = shared.origins
+        self._deliveries = shared.deliveries
+        self._seldom = shared.seldom
+        self._clock = shared.clock
         self._on_part = on_part
-        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._lives: dict[Part, LivePart] = {}
-        self.room = WaitingRoom(pool, settings.queue_max, settings.queue_max_bytes, telemetry.observe_select)
-        self.in_flight = InFlight(clock)
+        self.room = WaitingRoom(shared.pool, settings.queue_max, settings.queue_max_bytes, telemetry.observe_select)
+        self.in_flight = InFlight(shared.clock)
         self.timeouts = Timeouts(
             connect=settings.connect_timeout,
             send=settings.send_timeout,
@@ -196,16 +182,17 @@ class EncodeRoute:
         done = "rejected" if body is None else "substituted"
         for _ in info.bad:
             self._telemetry.count("bad_images", action=done)
-        self._telemetry.event(
-            "bad_image",
-            level="warning",
-            action=done,
-            req_id=info.req_id,
-            request_id=call.request_id.decode(),
-            peer=call.peer,
-            backend=backend,
-            pictures=list(call.pictures),
-        )
+        if self._seldom.due(f"bad_image {call.peer}", 1.0):
+            self._telemetry.event(
+                "bad_image",
+                level="warning",
+                action=done,
+                req_id=info.req_id,
+                request_id=call.request_id.decode(),
+                peer=call.peer,
+                backend=backend,
+                pictures=list(call.pictures),
+            )
         if body is None:
             raise Refusal(400, f"image cannot be decoded: {'; '.join(call.pictures)}"[:1_000], "bad_image")
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import asyncio
 
-from fullhit.http.wire import Request, Responder, Timeouts, UpstreamClient, UpstreamError, end_to_end
+from fullhit.http.wire import Request, Responder, Timeouts, UpstreamError, end_to_end
 
-from .delivery import Deliveries
 from .media import BadBody, FollowUp, parse_follow_up, parse_registration
-from .parts import AmbiguousPart, InconsistentCount, Part, PartState, PartTable, TooManyRegistrations
-from .peers import PeerMemory, address_of
+from .parts import AmbiguousPart, InconsistentCount, Part, PartState, TooManyRegistrations
+from .peers import address_of
 from .replies import Refusal, reply_json, request_id_of
-from .settings import FleetView, GatewaySettings, GatewayTelemetry
-from .upstream import Answer, Failure, Origins, failure_of
+from .shared import Shared
+from .upstream import Answer, Failure, failure_of
 
 __all__ = ["FollowUpRoutes"]
 
@@ -33,25 +32,15 @@ _PAUSE = 0.1
 class FollowUpRoutes:
     """Handlers of the three routes. Tell `part_moved` when a part has got on."""
 
-    def __init__(
-        self,
-        client: UpstreamClient,
-        fleet: FleetView,
-        settings: GatewaySettings,
-        telemetry: GatewayTelemetry,
-        table: PartTable,
-        peers: PeerMemory,
-        origins: Origins,
-        deliveries: Deliveries,
-    ) -> None:
-        self._client = client
-        self._fleet = fleet
-        self._settings = settings
-        self._telemetry = telemetry
-        self._table = table
-        self._peers = peers
-        self._origins = origins
-        self._deliveries = deliveries
+    def __init__(self, shared: Shared) -> None:
+        self._client = shared.client
+        self._fleet = shared.fleet
+        self._settings = settings = shared.settings
+        self._telemetry = shared.telemetry
+        self._table = shared.table
+        self._peers = shared.peers
+        self._origins = shared.origins
+        self._deliveries = shared.deliveries
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[tuple[str, str], set[asyncio.Future[None]]] = {}
         self._held = 0

@@ -39,6 +39,8 @@ from .peers import PeerMemory, address_of
 from .registry import RegistryRoutes
 from .replies import Refusal, reply_error, request_id_of
 from .settings import FleetView, GatewaySettings, GatewayTelemetry
+from .shared import Seldom, Shared
+from .substitute import unreadable_uri
 from .upstream import Origins
 
 __all__ = ["EncoderGateway"]
@@ -72,27 +74,25 @@ class EncoderGateway:
         self.pool = pool
         self.settings = settings = settings or GatewaySettings()
         self._telemetry = telemetry = telemetry or _Silence()
-        self._clock = clock
         self.table = PartTable(settings.parts, clock=clock)
-        peers = PeerMemory()
-        origins = origins or Origins()
         self._deliveries = Deliveries(client, self.table, settings, telemetry)
-        self._follow_ups = FollowUpRoutes(
-            client, fleet, settings, telemetry, self.table, peers, origins, self._deliveries
+        self._seldom = Seldom(clock)
+        shared = Shared(
+            pool=pool,
+            client=client,
+            fleet=fleet,
+            settings=settings,
+            telemetry=telemetry,
+            table=self.table,
+            peers=PeerMemory(),
+            origins=origins or Origins(),
+            deliveries=self._deliveries,
+            seldom=self._seldom,
+            clock=clock,
         )
-        self._encode = EncodeRoute(
-            pool,
-            client,
-            fleet,
-            settings,
-            telemetry,
-            self.table,
-            peers,
-            origins,
-            self._deliveries,
-            self._follow_ups.part_moved,
-            clock,
-        )
+        self._follow_ups = FollowUpRoutes(shared)
+        self._encode = EncodeRoute(shared, self._follow_ups.part_moved)
+        unreadable_uri()  # Drawn now, not while somebody waits.
         registry = RegistryRoutes(fleet, telemetry, enabled=settings.registration)
         self._routes: dict[str, dict[bytes, Route]] = {
             "/encode": {b"POST": self._encode.handle},
@@ -108,7 +108,6 @@ class EncoderGateway:
         self._open = 0
         self._calm = asyncio.Event()
         self._calm.set()
-        self._logged: dict[str, float] = {}
 
     def __repr__(self) -> str:
         return f"<EncoderGateway {self.pool.name} open={self._open} {self._encode.room!r} {self.table!r}>"
@@ -192,9 +191,7 @@ class EncoderGateway:
     def _refuse(self, request: Request, responder: Responder, refusal: Refusal) -> None:
         if refusal.cause in ("not_found", "method", "bad_registration", "ambiguous", "hold_full", "part_unknown"):
             self._telemetry.count("rejected", cause=refusal.cause)
-        now = self._clock()
-        if now - self._logged.get(refusal.cause, -_LOG_EVERY) >= _LOG_EVERY:
-            self._logged[refusal.cause] = now
+        if self._seldom.due(f"refused {refusal.cause}", _LOG_EVERY):
             self._telemetry.event(
                 "refused",
                 level="warning",

@@ -13,14 +13,15 @@ body over 8 KB is parsed as a *skeleton*:
    taken in place.
 
 The answer must be that of the full parse, so each doubt leads there: the body has thousands of strings or
-long runs of backslashes, the placeholder's text or any ``\\u`` escape (which could spell it) occurs in what is
-left, a placeholder came out anywhere else (an option, a field we do not know, a duplicate member), or the
+long runs of backslashes, the placeholder's text or an escaped ASCII letter (which could spell it) occurs in what
+is left, a placeholder came out anywhere else (an option, a field we do not know, a duplicate member), or the
 skeleton was refused. The two differ in one way only: excised text is not searched for raw control characters
 and malformed UTF-8, which no base64 holds; the encoder refuses those.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ _QUOTE: Final = 0x22
 _BACKSLASH: Final = 0x5C
 _NONCE: Final = secrets.token_hex(8)
 """Unguessable part of the placeholders; never leaves the process."""
+
+_ASCII_ESCAPE: Final = re.compile(rb"\\u00[2-7]")
 
 _decode = msgspec.json.Decoder().decode
 
@@ -242,7 +245,7 @@ def _cut(body: bytes | bytearray) -> tuple[bytes, _Slices] | None:
         return None
     pieces.append(view[done:])
     rest = b"".join(pieces)
-    if rest.count(_NONCE.encode()) != len(spans) or b"\\u" in rest:
+    if rest.count(_NONCE.encode()) != len(spans) or (b"\\u00" in rest and _ASCII_ESCAPE.search(rest)):
         return None
     return rest, _Slices(view, spans)
 
