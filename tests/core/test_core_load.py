@@ -6,11 +6,16 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from fullhit.core import WorkerSpec
 from fullhit.core.load import Group, LevelBuckets, WeightedOrder, levels_of
 from fullhit.core.ring import Ring
 from fullhit.core.worker import Worker
+
+
+def place_of(key):
+    return (xxh3_64_intdigest(key) >> 11) * 2.0**-53
 
 
 def crew(n, weight=lambda i: 1.0):
@@ -117,6 +122,20 @@ def test_the_ring_gives_a_key_the_same_place_by_walking_and_by_asking(key, some,
     # whoever else is taken out of the subset, the choice stays
     for narrow in (wide & some | chosen.bit, chosen.bit | 1, chosen.bit):
         assert ring.nearest(key, narrow, by_slot) is chosen
+
+
+def test_a_key_behind_the_last_point_goes_round_to_the_first():
+    workers, by_slot = crew(40)
+    ring = ring_of(workers)
+    ends = sorted((point, w) for w in workers for point in list(w.places)[:-1])
+    first, last = ends[0][1], ends[-1][0]
+    keys = (i.to_bytes(16, "big") for i in count())
+    behind = next(key for key in keys if place_of(key) > last)
+    assert ring.nearest(behind, 2**40 - 1, by_slot) is first
+    other = next(w for w in workers if w is not first)
+    pair = first.bit | other.bit
+    nearest = min((first, other), key=lambda w: min((p - place_of(behind)) % 1.0 for p in list(w.places)[:-1]))
+    assert ring.nearest(behind, pair, by_slot) is nearest
 
 
 def test_removing_a_worker_moves_only_its_own_keys_and_adding_it_again_brings_them_back():

@@ -159,6 +159,16 @@ def test_misses_of_one_picture_gather_on_one_worker_in_every_replica():
         assert len(chosen) == 1
 
 
+def test_the_first_missing_key_decides_not_the_first_key():
+    pool = pool_of(*["cuda"] * 12)
+    alone = [pool.select(ask(key, dry_run=True)).worker.id for key in K]
+    known, missing = next((a, b) for a in range(9) for b in range(9) if alone[a] != alone[b])
+    for worker in pool.workers():
+        pool.apply_delta(worker.id, [K[known]], [])
+    decision = pool.select(ask(K[known], K[missing]))
+    assert (decision.worker.id, decision.reason) == (alone[missing], Reason.PARTIAL_HIT)
+
+
 # -- tickets
 
 
