@@ -27,7 +27,7 @@ from fullhit_publisher.wire import Heartbeat, WireError
 from . import effects as fx
 from .effects import Effect
 from .lane import Backlog, Lane, PoolEntries
-from .messages import Beat, Delta, Part, Received, decode, snapshot_address
+from .messages import Beat, Delta, Part, Received, decode
 from .observer import EventLog, EventMetrics, NullMetrics
 from .plane import OutgoingRequest
 from .settings import IngestSettings
@@ -164,25 +164,28 @@ class Ingest:
         if lane is None:
             self._stranger(address, data)
         elif lane.busy or lane.waiting:
-            self._put_off(lane, False, data)
+            self._put_off(lane, data, None)
         else:
-            self._handle(lane, False, data)
+            self._handle(lane, data, None)
 
     def feed_snapshot(self, data: bytes) -> None:
         """A message arrived in the inbox for snapshots."""
         self.last_message_at = self._clock()
+        limits = self.settings.limits
         try:
-            envelope = wire.decode_envelope(data, self.settings.limits)
-            lane = self._lanes.get(snapshot_address(envelope))
+            received = decode(wire.decode_envelope(data, limits), limits)
+            if not isinstance(received, Part):
+                raise WireError("topic", "no snapshot in the inbox")
         except WireError as error:
             self._reject(error.cause, error.detail)
             return
+        lane = self._lanes.get((received.pool or "", received.worker_id))
         if lane is None:
             self._reject("unknown_worker", "snapshot")
         elif lane.busy or lane.waiting:
-            self._put_off(lane, True, data)
+            self._put_off(lane, data, received)
         else:
-            self._handle(lane, True, data, envelope)
+            self._handle(lane, data, received)
 
     def messages_lost(self, cause: str) -> None:
         """The plane had to drop messages of some workers: every stream is in doubt."""
@@ -308,7 +311,7 @@ class Ingest:
             self._addresses[subject] = address
             return address
 
-    def _put_off(self, lane: Lane, by_inbox: bool, data: bytes) -> None:
+    def _put_off(self, lane: Lane, data: bytes, received: Received | None) -> None:
         settings = self.settings
         size = len(data)
         if (
@@ -318,7 +321,7 @@ class Ingest:
             self._reject("backlog_full", lane.worker.id)
             self._carry_out(lane, lane.stream.loss("backlog_full", self._clock()))
             return
-        lane.put(by_inbox, data)
+        lane.put(data, received)
         self._activate(lane)
 
     def _activate(self, lane: Lane) -> None:
@@ -326,23 +329,24 @@ class Ingest:
             lane.active = True
             self._active.append(lane)
 
-    def _handle(self, lane: Lane, by_inbox: bool, data: bytes, envelope: wire.Envelope | None = None) -> int:
-        """Take one message; returns the number of keys worked off."""
-        limits = self.settings.limits
-        try:
-            if envelope is None:
-                envelope = wire.decode_envelope(data, limits)
-            received = decode(envelope, limits)
-            self._check(lane, received, by_inbox)
-        except WireError as error:
-            self._reject(error.cause, f"{lane.worker.id}: {error.detail}")
-            return 0
+    def _handle(self, lane: Lane, data: bytes, received: Received | None) -> int:
+        """Take one message, already read if it came to the inbox; returns the number of keys worked off."""
+        if received is None:
+            limits = self.settings.limits
+            try:
+                received = decode(wire.decode_envelope(data, limits), limits)
+                self._check(lane, received)
+            except WireError as error:
+                self._reject(error.cause, f"{lane.worker.id}: {error.detail}")
+                return 0
         lane.messages += 1
         now = self._clock()
         stream = lane.stream
+        size = 0
         if isinstance(received, Delta):
             self._metrics.count("fullhit_events_total", worker=lane.worker.id, kind="delta")
             self._metrics.observe_lag(max(0.0, self._wall_clock() - received.origin.published_at / 1000))
+            size = received.changes.size
             effects = stream.delta(received.origin, received.seq, received.resync, received.changes, now)
         elif isinstance(received, Beat):
             self._metrics.count("fullhit_events_total", worker=lane.worker.id, kind="heartbeat")
@@ -353,6 +357,7 @@ class Ingest:
         else:
             self._metrics.count("fullhit_events_total", worker=lane.worker.id, kind="snapshot")
             self.replies_missing = 0
+            size = len(received.keys)
             effects = stream.part(
                 received.origin,
                 received.request_id,
@@ -362,12 +367,12 @@ class Ingest:
                 received.keys,
                 now,
             )
-        return self._carry_out(lane, effects)
+        return self._carry_out(lane, effects, size <= self.settings.slice_keys)
 
-    def _check(self, lane: Lane, received: Received, by_inbox: bool) -> None:
-        """Refuse what came the wrong way, or speaks for somebody else. Raises WireError."""
-        if isinstance(received, Part) is not by_inbox:
-            raise WireError("topic", "a snapshot among the events" if not by_inbox else "no snapshot in the inbox")
+    def _check(self, lane: Lane, received: Received) -> None:
+        """Refuse among a worker's events what is none, or speaks for somebody else. Raises WireError."""
+        if isinstance(received, Part):
+            raise WireError("topic", "a snapshot among the events")
         if received.worker_id != lane.number:
             raise WireError("identity", f"speaks for worker {received.worker_id}")
         if received.pool is not None and received.pool != lane.pool.name:
@@ -378,14 +383,16 @@ class Ingest:
                 _check_url(url, lane.number)
                 lane.url_checked = url
 
-    def _carry_out(self, lane: Lane, effects: list[Effect]) -> int:
+    def _carry_out(self, lane: Lane, effects: list[Effect], at_once: bool = True) -> int:
         used = 0
         try:
-            used = lane.carry_out(effects)
+            used = lane.carry_out(effects, at_once)
         except Exception as error:
             self._undecodable(lane, error)
-        self._activate(lane)
-        self._expect(lane)
+        if lane.busy or lane.waiting:
+            self._activate(lane)
+        if not lane.stream.routine:
+            self._expect(lane)
         return used
 
     def _undecodable(self, lane: Lane, error: Exception) -> None:

@@ -11,19 +11,20 @@ id, nothing this lane still has to do touches the index (case A2).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fullhit.core import Fill, Pool, Worker
 
 from . import effects as fx
 from .effects import Effect
 from .keybatch import KeyBatch
+from .messages import Received
 from .stream import WorkerStream
 
 __all__ = ["Backlog", "Lane", "PoolEntries", "Waiting"]
 
-Waiting = tuple[bool, bytes]
-"""A message put off: whether it came by way of the snapshot inbox, and its bytes."""
+Waiting = tuple[bytes, Received | None]
+"""A message put off: its bytes, and what they say if that was read already."""
 
 
 class PoolEntries:
@@ -96,31 +97,40 @@ class Lane:
         """Something is half done; messages must wait."""
         return self._work is not None
 
-    def put(self, by_inbox: bool, data: bytes) -> None:
+    def put(self, data: bytes, received: Received | None) -> None:
         """Let a message wait."""
-        self.waiting.append((by_inbox, data))
+        self.waiting.append((data, received))
         self.waiting_bytes += len(data)
         self._backlog.bytes += len(data)
 
     def take(self) -> Waiting:
         """The message that has waited longest."""
-        by_inbox, data = self.waiting.popleft()
-        self.waiting_bytes -= len(data)
-        self._backlog.bytes -= len(data)
-        return by_inbox, data
+        message = self.waiting.popleft()
+        size = len(message[0])
+        self.waiting_bytes -= size
+        self._backlog.bytes -= size
+        return message
 
-    def carry_out(self, effects: Iterable[Effect]) -> int:
-        """Do what the stream asks for: at once when that is little, else begin it (``busy``). Returns the number of
-        keys that took.
+    def carry_out(self, effects: Sequence[Effect], at_once: bool = True) -> int:
+        """Do what the stream asks for: as far as a slice goes, or not yet. Unless it is done then, the lane is
+        ``busy``. Returns the number of keys worked off.
 
         Raises whatever a key that cannot be decoded raises; the rest of the message is lost then.
         """
+        if len(effects) == 1 and self._work is None:
+            # The usual case by far, without the machinery.
+            effect = effects[0]
+            if type(effect) is fx.Apply and effect.changes.size <= self._slice_keys:
+                changes = effect.changes
+                if self.present:
+                    self.pool.apply_delta(self.worker.id, changes.added.all(), changes.removed.all())
+                return changes.size
         if self.stream.doubtful and not self.worker.doubtful and self.present:
             self.pool.set_doubtful(self.worker.id, True)  # never waits its turn
         # Effects of a clock tick or a loss may come while a delta is half applied; they go behind it.
         work = self._perform(effects) if self._work is None else _after(self._work, self._perform(effects))
         self._work = work
-        return self.run(self._slice_keys)
+        return self.run(self._slice_keys) if at_once else 0
 
     def run(self, budget: int) -> int:
         """Work off about ``budget`` keys of what is half done; returns what was used."""

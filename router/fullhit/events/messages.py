@@ -18,10 +18,12 @@ from .effects import Changes
 from .incarnation import Origin
 from .keybatch import FoldedKeys, KeyBatch, PackedKeys, TextKeys
 
-__all__ = ["Beat", "Delta", "Part", "Received", "decode", "snapshot_address"]
+__all__ = ["Beat", "Delta", "Part", "Received", "decode"]
 
-_BULK_BYTES: Final = 16 * 1024
-"""Payloads above this (500 keys) are worth the shorter way."""
+_BULK_BYTES: Final = 512
+"""Payloads above this (a dozen keys) are worth the shorter way."""
+_SMALL_BYTES: Final = 16 * 1024
+"""Irregular arrays below this are decoded here, not by the long way."""
 _NONE: Final = FoldedKeys(())
 _MAX_NAME_CHARS: Final = 256
 
@@ -87,14 +89,8 @@ class _BulkSnapshot(msgspec.Struct):
     keys: msgspec.Raw
 
 
-class _Address(msgspec.Struct):
-    pool: str
-    worker_id: int
-
-
 _bulk_delta: Final = msgspec.msgpack.Decoder(_BulkDelta)
 _bulk_snapshot: Final = msgspec.msgpack.Decoder(_BulkSnapshot)
-_address: Final = msgspec.msgpack.Decoder(_Address)
 _texts: Final = msgspec.msgpack.Decoder(list[str])
 
 
@@ -133,17 +129,6 @@ def decode(envelope: Envelope, limits: Limits) -> Received:
     raise WireError("topic", f"nothing for a router: {type(message).__name__}")
 
 
-def snapshot_address(envelope: Envelope) -> tuple[str, int]:
-    """Whose snapshot this is, without reading its keys: pool and worker id. Raises WireError."""
-    if envelope.topic != wire.TOPIC_SNAPSHOT:
-        raise WireError("topic", f"{envelope.topic[:64]!r} where snapshots are expected")
-    try:
-        address = _address.decode(envelope.payload)
-    except Exception as error:
-        raise WireError("payload", str(error)[:200]) from None
-    return address.pool, address.worker_id
-
-
 def _origin(envelope: Envelope, epoch: int, *, ordered: bool = True) -> Origin:
     return Origin(envelope.publisher_id, envelope.sequence, envelope.published_at, epoch, ordered)
 
@@ -156,7 +141,7 @@ def _decode_bulk(envelope: Envelope, limits: Limits) -> Received | None:
     try:
         if envelope.topic == wire.TOPIC_SNAPSHOT:
             part = _bulk_snapshot.decode(payload)
-            keys = PackedKeys.parse(bytes(part.keys))
+            keys = PackedKeys.parse(part.keys)
             numbers: tuple[int, ...] = (part.worker_id, part.epoch, part.seq, part.request_id)
             if keys is None or not _plausible(numbers, part.pool, len(keys), limits):
                 return None
@@ -181,9 +166,11 @@ def _decode_bulk(envelope: Envelope, limits: Limits) -> Received | None:
 
 def _batch(raw: msgspec.Raw) -> KeyBatch | None:
     """Keys of one array; None when it is large and irregular."""
-    packed = PackedKeys.parse(bytes(raw))
-    if packed is not None or len(raw) > _BULK_BYTES:
+    packed = PackedKeys.parse(raw)
+    if packed is not None or len(raw) > _SMALL_BYTES:
         return packed
+    if len(raw) == 1:
+        return _NONE
     texts = _texts.decode(raw)
     # Long keys are for the long way to refuse.
     return TextKeys(texts) if all(len(text) <= 64 for text in texts) else None
@@ -191,7 +178,8 @@ def _batch(raw: msgspec.Raw) -> KeyBatch | None:
 
 def _plausible(numbers: tuple[int, ...], pool: str, keys: int, limits: Limits) -> bool:
     return (
-        all(0 <= number <= wire.MAX_U64 for number in numbers)
+        min(numbers) >= 0
+        and max(numbers) <= wire.MAX_U64
         and len(pool) <= _MAX_NAME_CHARS
         and keys <= limits.max_keys_per_message
     )

@@ -78,8 +78,9 @@ class IngestSettings:
 
     stream: StreamSettings = field(default_factory=StreamSettings)
     limits: Limits = field(default_factory=Limits)
-    slice_keys: int = 1000
-    """Keys applied between two looks at the rest of the event loop: about 0.3 ms."""
+    slice_keys: int = 250
+    """Keys applied between two looks at the rest of the event loop. While the index grows, a few of its tables grow in
+    one slice, which costs more than the keys; at 500 such slices come near a millisecond."""
     max_snapshots: int = 8
     """Snapshot requests outstanding over all workers."""
     max_lane_bytes: int = 64 * 1024 * 1024

@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import math
 import random
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Final, NamedTuple, Protocol, cast
 
 from . import effects as fx
 from .effects import Changes, Effect
@@ -90,6 +91,8 @@ class WorkerStream:
         self._quarantines = 0
         self._quarantined_until = 0.0
         self.quarantine_cause = ""
+        self.routine = False
+        """The last message was a delta in order, which moves no deadline nearer."""
         self._told_doubtful = False
         self._told_publishing = False
         self._now = 0.0
@@ -168,7 +171,10 @@ class WorkerStream:
             self._step(Input.LOSS, "hole")
             self.applied = base = seq - 1
         self._seq, self._changes, self._marked = seq, changes, resync
-        if resync:
+        if self.state is State.LIVE and seq == base + 1 and not resync:
+            self.routine = True
+            self._step(Input.NEXT)
+        elif resync:
             self._step(Input.MARKED, "mark")
         elif seq == base + 1:
             self._step(Input.NEXT)
@@ -404,7 +410,7 @@ class WorkerStream:
             if action is Action.SETTLE:
                 settle = True
             else:
-                getattr(self, f"_{action}")()
+                _DO[action](self)
         self.state = step.state
         if settle:
             self._settle()
@@ -546,6 +552,7 @@ class WorkerStream:
 
     def _begin(self, now: float) -> None:
         self._now = now
+        self.routine = False
         self._out = []
 
     def _finish(self) -> list[Effect]:
@@ -594,3 +601,10 @@ class WorkerStream:
 
     def _note(self, level: str, event: str, **fields: object) -> None:
         self._out.append(fx.Note(level, event, fields))
+
+
+_DO: Final = {
+    action: cast("Callable[[WorkerStream], None]", getattr(WorkerStream, f"_{action}"))
+    for action in Action
+    if action is not Action.SETTLE
+}
