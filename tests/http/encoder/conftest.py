@@ -186,6 +186,9 @@ class ScriptedEncoder:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if self.server is None:
+            reset(writer)  # Accepted in the moment of the kill.
+            return
         self.tasks.add(task)
         self.connections.add(writer)
         try:
