@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import socket
+from pathlib import Path
 
 import pytest
 from wire_rig import Rig, on_both_loops
@@ -33,6 +34,10 @@ def post(size: int, extra: bytes = b"") -> bytes:
 
 
 GET = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 # --- framing
@@ -476,6 +481,12 @@ async def test_announcing_much_and_sending_little_costs_little(rig: Rig):
         client.send(post(500 * MIB) + b"x" * 1000)
     await rig.until(lambda: listener.budget.used == 20_000)
     assert all(len(c._body or b"") <= 256 * 1024 for c in listener.connections)
+    before = resident()
+    for client in clients:
+        client.send(b"x" * 300_000)
+    await rig.until(lambda: listener.budget.used == 20 * 301_000)
+    assert all(len(c._body or b"") == 500 * MIB for c in listener.connections)
+    assert resident() - before < 100 * MIB, "10 GB were announced"
 
 
 # --- errors

@@ -3,9 +3,8 @@
 Reading goes through `BufferedProtocol`. Heads, small bodies and chunked bodies land in one scratch buffer that
 all connections of a listener share (the loop fills it and calls back in the same step, so nobody else can
 touch it in between) and are copied out; a large body with a Content-Length is received straight into its own
-buffer. That buffer grows in two steps: 256 KiB first, the announced size only when these have really
-arrived. Beyond 32 MiB an allocation of that size is untouched address space until written to, so announcing
-much and sending little costs an attacker's target at most 32 MiB of it, and usually 256 KiB.
+buffer. That buffer is made without being touched (see buffers.py) and grows in two steps: 256 KiB first, the
+announced size only when these have really arrived. So memory follows what was sent, not what was announced.
 
 While a handler runs, the socket is still read, because that is the only way to notice that the client has
 left; what a pipelining client sends meanwhile is kept, and reading stops only when that fills up.
@@ -22,6 +21,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
 from .budget import BudgetHolder
+from .buffers import unwritten
 from .chunks import ChunkError, ChunkScanner, ChunkTooLarge
 from .errors import ClientFault
 from .heads import RequestHead, parse_request_head
@@ -37,8 +37,8 @@ STATE_NAMES = ("idle", "head", "body", "chunked", "handling", "linger", "gone")
 
 FIRST_STEP = 256 * 1024
 """Bytes of a large body that must have arrived before its whole announced size is allocated."""
-WINDOW = 1024 * 1024
-"""Most bytes taken from the socket in one step, so that no callback copies for long."""
+WINDOW = 512 * 1024
+"""Most bytes taken from a socket in one turn of the loop, so that nobody else waits long for a large body."""
 PIPELINE_LIMIT = 64 * 1024
 """Bytes of later requests kept while one is being answered; then reading stops."""
 SMALL_BODY = 64 * 1024
@@ -336,7 +336,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._length = length
         self.state = BODY
         here = end - cut
-        body = bytearray(length if length <= FIRST_STEP or here >= FIRST_STEP else FIRST_STEP)
+        body = unwritten(length if length <= FIRST_STEP or here >= FIRST_STEP else FIRST_STEP)
         body_view = memoryview(body)
         body_view[:here] = view[cut:end]
         self._body = body
@@ -360,12 +360,19 @@ class ServerConnection(asyncio.BufferedProtocol):
         view = self._view
         assert view is not None
         if filled == len(view):
-            grown = bytearray(length)
+            grown = unwritten(length)
             self._view = memoryview(grown)
             self._view[:filled] = view
             self._body = grown
         self.deadline = self._loop.time() + self._limits.body_idle_timeout
         self._charge(size, length <= SMALL_BODY)
+        if size == WINDOW and not self._reading_paused:  # more is there: uvloop would read on in this very turn
+            self._transport.pause_reading()
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not self._reading_paused and not self.gone:
+            self._transport.resume_reading()
 
     def _chunks_arrived(self, view: memoryview, start: int, end: int) -> int:
         decoder, body, head = self._decoder, self._body, self._head

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["UpstreamConnection"]
 
-WINDOW = 1024 * 1024
-"""Bytes of a request body handed to the kernel in one step."""
+WINDOW = 512 * 1024
+"""Bytes of a request body handed to the kernel in one turn of the loop."""
 PROBE_AFTER = 0.25
 """A connection idle for longer is asked (one poll) whether the server has closed it in the meantime."""
 NEVER = float("inf")
@@ -183,8 +183,9 @@ class UpstreamConnection(asyncio.BufferedProtocol):
             self._window_at = WINDOW
             self._transport.writelines((head, view[:WINDOW]))
             if not self._paused:
-                self._pump()
-                return waiter
+                self._loop.call_soon(self._pump)
+            self._sending()
+            return waiter
         if self._paused:
             self._sending()
         else:
@@ -192,18 +193,21 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         return waiter
 
     def _pump(self) -> None:
-        """Hand over windows until the kernel has had enough or there are no more."""
+        """Hand over the next window, unless the kernel has had enough; then `resume_writing` comes."""
         body = self._body
-        while body is not None and not self._paused and not self._transport.is_closing():
-            at = self._window_at
-            if at >= len(body):
-                self._body = None
-                self._all_sent()
-                return
+        if body is None or self._paused or self._transport.is_closing():
+            return
+        at = self._window_at
+        if at < len(body):
             self._window_at = at + WINDOW
             self._transport.write(body[at : at + WINDOW])
-        if body is not None:
+        if self._window_at < len(body):
             self._sending()
+            if not self._paused:
+                self._loop.call_soon(self._pump)
+        elif not self._paused:
+            self._body = None
+            self._all_sent()
 
     def _sending(self) -> None:
         if self.state == WAITING:
@@ -232,7 +236,7 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         if self.state != WAITING and self.state != STREAMING:
             return
         if self._body is not None:
-            self._pump()
+            self._loop.call_soon(self._pump)
         elif not self._sent:
             self._all_sent()
 
