@@ -308,6 +308,26 @@ def test_the_table_is_bounded_and_drops_what_is_over_first() -> None:
         t.register("live", f"{A}:3", 9)
 
 
+def test_the_bytes_of_kept_registrations_are_bounded_and_the_longest_waiting_go_first() -> None:
+    t = Table(max_bytes=1_000)
+    for n in range(10):
+        t.register(f"r{n}")
+    assert t.table.bytes <= 1_000
+    assert [part.req_id for part in t.table.parts()] == ["r7", "r8", "r9"]
+    assert t.table.counters["bytes_full"] == 7
+    live = t.encode("r9")
+    for n in range(20):
+        try:
+            t.register("r9", f"{A}:{n}", 1)
+        except TooManyRegistrations:
+            break
+    else:
+        raise AssertionError
+    assert live.registrations
+    t.table.close_failed(live, 500, "x")
+    assert t.table.bytes == 0
+
+
 HOSTS = st.sampled_from([A, B])
 IDS = st.sampled_from(["r1", "r2"])
 ALIASES = st.sampled_from(["", "v0"])
@@ -405,6 +425,7 @@ class Life(RuleBasedStateMachine):
         parts = self.table.parts()
         assert len(self.table) == len(parts) == len(set(map(id, parts)))
         assert len(parts) <= max(12, len(self.open) + 1)
+        assert self.table.bytes == sum(r.size for part in parts for r in part.registrations.values())
         for part in set(self.open):
             assert part.copies == self.open.count(part)
 
@@ -415,6 +436,7 @@ class Life(RuleBasedStateMachine):
         self.table.expire()
         assert len(self.table) == 0
         assert self.table._names == {}
+        assert self.table.bytes == 0
 
 
 Life.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -11,6 +11,7 @@ encoder goes on encoding, so the call stays open and its slot taken until the en
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -57,7 +58,7 @@ class _Call:
     not_before: float = 0.0
     stuck: int = 0
     lost: int = 0
-    causes: list[str] = field(default_factory=list)
+    causes: Counter[str] = field(default_factory=Counter)
     pictures: tuple[str, ...] = ()
     decision: Decision | None = None
 
@@ -144,7 +145,7 @@ class EncodeRoute:
             refusal.req_id = info.req_id
             refusal.request_id = request_id
             refusal.headers = [*refusal.headers, *self._marks(call)]
-            call.causes.append(refusal.cause)
+            call.causes[refusal.cause] += 1
             self._table.close_failed(part, refusal.status, refusal.message)
             raise
         except BaseException:
@@ -248,7 +249,7 @@ class EncodeRoute:
 
     def _no_encoder(self, call: _Call, why: str, cause: str) -> Refusal:
         self._telemetry.count("rejected", cause=cause)
-        tried = f"; tried {', '.join(sorted(call.causes))}" if call.causes else ""
+        tried = "; tried " + ", ".join(f"{what} x{n}" for what, n in call.causes.items()) if call.causes else ""
         return Refusal(503, f"no encoder could take the request: {why}{tried}"[:2_000], cause, retry_after=1)
 
     async def _forward(self, call: _Call, attempt: int) -> Answer | Failure:
@@ -288,7 +289,7 @@ class EncodeRoute:
         if failure.retry == "if_harmless" and (not sent or call.info.num_parts == 1 or not await is_listening(origin)):
             failure = replace(failure, retry="yes")
             call.lost += sent
-        call.causes.append(f"{worker} ({failure.cause})")
+        call.causes[f"{worker} ({failure.cause})"] += 1
         if failure.retry == "yes":
             if not self._table.back(part, attempt, sent=sent):
                 call.stuck += 1
@@ -307,7 +308,7 @@ class EncodeRoute:
             message = f"{call.lost} encoders were lost over this request; the last: {failure.message}"
             raise Refusal(failure.status, message, "max_lost")
         self._telemetry.count("retries", cause=failure.cause)
-        if call.decision is not None:
+        if call.decision is not None and call.causes[f"{call.part.worker} ({failure.cause})"] == 1:
             self._telemetry.decision(call.decision, error=failure.cause, detail=failure.message, attempt=attempt)
         if call.stuck:
             # Another copy of this part is being worked on there: this one must not go anywhere else.
@@ -378,7 +379,7 @@ class EncodeRoute:
         if call.alias:
             outcome["alias"] = call.alias
         if call.causes:
-            outcome["failed_before"] = list(call.causes)
+            outcome["failures"] = dict(call.causes)
         if call.pictures:
             outcome["bad_images"] = list(call.pictures)
         if decision is not None:

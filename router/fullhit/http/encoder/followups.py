@@ -126,6 +126,8 @@ class FollowUpRoutes:
     # --- internals
 
     def _read(self, request: Request) -> FollowUp:
+        if len(request.body) > self._settings.max_follow_up_bytes:
+            raise Refusal(413, "body: a follow-up call is no larger than some kilobytes", "bad_body")
         try:
             follow_up = parse_follow_up(request.body)
         except BadBody as error:

@@ -83,12 +83,12 @@ class InconsistentCount(Exception):
 
 
 class TooManyRegistrations(Exception):
-    """A part has more registrations than `PartLimits.max_registrations`; answer 400."""
+    """More registrations than `PartLimits` lets one part or all of them keep; answer 400."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartLimits:
-    """Bounds of the table. Seconds, counts.
+    """Bounds of the table. Seconds, counts; ``max_bytes`` is for the bodies and headers of kept registrations.
 
     ``early_ttl`` is a little more than the 180 s for which a language server waits for its embeddings;
     ``encoded_ttl`` is for mooncake, whose ``/send`` follows after the prefill found room.
@@ -96,6 +96,7 @@ class PartLimits:
 
     max_parts: int = 200_000
     max_registrations: int = 1_024
+    max_bytes: int = 256 << 20
     early_ttl: float = 200.0
     stray_ttl: float = 30.0
     encoded_ttl: float = 600.0
@@ -110,6 +111,11 @@ class Registered:
     body: bytes
     headers: Headers
     delivered: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes, roughly."""
+        return 256 + len(self.body) + sum(len(name) + len(value) for name, value in self.headers)
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +172,8 @@ class PartTable:
             PartState.FAILED: self.limits.over_ttl,
         }
         self._count = 0
+        self.bytes = 0
+        """Bytes of all kept registrations."""
 
     def __len__(self) -> int:
         return self._count
@@ -207,6 +215,10 @@ class PartTable:
             self.counters["registrations_full"] += 1
             raise TooManyRegistrations(f"more than {self.limits.max_registrations} registrations of one part")
         fresh = Registered(registration.receive_url, body, headers)
+        if not self._fits(fresh.size, part):
+            self.counters["registrations_full"] += 1
+            raise TooManyRegistrations("the registrations that wait for their /encode have used up max_bytes")
+        self.bytes += fresh.size
         part.registrations[registration.receive_url] = fresh
         return part, fresh if part.state in (PartState.SENT, PartState.ENCODED) else None
 
@@ -233,8 +245,10 @@ class PartTable:
             part = self._add(Part(alias, req_id, host, peer, PartState.CHOOSING, self._clock()))
             for early in claimed:
                 part.receive_count = part.receive_count or early.receive_count
-                part.registrations.update(early.registrations)
+                moved = dict(early.registrations)
                 self._remove(early)
+                part.registrations.update(moved)
+            self.bytes += sum(registered.size for registered in part.registrations.values())
         part.copies += 1
         return part
 
@@ -413,6 +427,18 @@ class PartTable:
                 return
         # All of them are open calls, which the listener's limits bound.
 
+    def _fits(self, size: int, part: Part) -> bool:
+        """Make room for ``size`` more bytes at the cost of the registrations that wait longest."""
+        for state in _WAITING[::-1]:
+            waiting = self._ageing[state]
+            while self.bytes + size > self.limits.max_bytes and waiting:
+                oldest = next(iter(waiting.values()))
+                if oldest is part:
+                    break
+                self.counters["bytes_full"] += 1
+                self._remove(oldest)
+        return self.bytes + size <= self.limits.max_bytes
+
     def _remove(self, part: Part) -> None:
         name = (part.alias, part.req_id)
         parts = self._names.get(name)
@@ -422,9 +448,14 @@ class PartTable:
         if not parts:
             del self._names[name]
         self._count -= 1
+        self._drop_registrations(part)
         ageing = self._ageing.get(part.state)
         if ageing is not None:
             ageing.pop(id(part), None)
+
+    def _drop_registrations(self, part: Part) -> None:
+        self.bytes -= sum(registered.size for registered in part.registrations.values())
+        part.registrations = {}
 
     def _move(self, part: Part, state: PartState) -> None:
         known = part in self._names.get((part.alias, part.req_id), ())
@@ -438,7 +469,7 @@ class PartTable:
             ageing[id(part)] = part
 
     def _finish(self, part: Part, state: PartState) -> None:
-        part.registrations = {}
+        self._drop_registrations(part)
         part.sends = set()
         self._move(part, state)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import OrderedDict
+from functools import lru_cache
 from typing import Final, Literal
 
 from .media import EncodeInfo
@@ -59,6 +60,7 @@ def address_of(peer: str) -> str:
     return peer.rpartition(":")[0].strip("[]")
 
 
+@lru_cache(maxsize=1_024)
 def is_wildcard(host: str) -> bool:
     """An address to bind to, which nobody can dial from elsewhere."""
     try:
@@ -67,6 +69,7 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=1_024)
 def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True

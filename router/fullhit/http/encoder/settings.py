@@ -58,7 +58,9 @@ class GatewaySettings:
     """Pause before the second offer; doubles up to 2 s."""
     delivery_timeout: float = 190.0
     """An encoder holds an early registration up to 180 s."""
-    max_registration_bytes: int = 64 << 10
+    max_registration_bytes: int = 8 << 10
+    """Body of one registration; real ones have 130 bytes."""
+    max_follow_up_bytes: int = 1 << 20
     max_reply_bytes: int = 16 << 20
     bad_image: BadImage = "auto"
     registration: bool = True
