@@ -153,7 +153,9 @@ async def run_case(entry: Case, stack: Stack, seeds: itertools.count[int]) -> Ro
     if entry.known_limit and result != "ok":
         result = f"known limit: {entry.known_limit}"
     row = Row(entry.name, stack.backend, run.requests, result, time.monotonic() - started, run.note)
-    say(f"  {row.result:<6} {row.case} ({row.requests} requests, {row.seconds:.1f} s) {row.note}".rstrip())
+    word, _, why = row.result.partition(": ")
+    details = ", ".join(filter(None, (f"{row.requests} requests", f"{row.seconds:.1f} s", row.note)))
+    say(f"  {word:<6} {row.case} ({details})" + (f": {why}" if why else ""))
     if not row.ok:
         show_logs(guilty(stack))
     return row

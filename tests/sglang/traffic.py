@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 from .case import Run, case
-from .client import Receiver, data_uri, encode_body, new_part_id, picture, registration
+from .client import Receiver, data_uri, encode_body, new_part_id, picture, post_and_measure, registration
+from .processes import until
 from .stack import ALIASES, TO_SCHEDULER
 
 FAST = 1.0  # seconds; a registration waits for nothing but the loop
@@ -29,8 +31,7 @@ async def repeated_picture(run: Run) -> None:
     before = [encoder.encodes for encoder in run.stack.encoders]
     for _ in range(5):
         await run.chat_succeeds(pictures)
-    after = [encoder.encodes for encoder in run.stack.encoders]
-    used = [now - then for now, then in zip(after, before, strict=True)]
+    used = await encodes_since(run, before, 5)
     run.expect(sorted(used) == [0, 5], f"five equal requests were spread over the encoders: {used}")
 
 
@@ -38,8 +39,7 @@ async def repeated_picture(run: Run) -> None:
 async def concurrent_chats(run: Run) -> None:
     before = [encoder.encodes for encoder in run.stack.encoders]
     await asyncio.gather(*(run.chat_succeeds(run.new_pictures(1 + number % 3)) for number in range(8)))
-    after = [encoder.encodes for encoder in run.stack.encoders]
-    used = [now - then for now, then in zip(after, before, strict=True)]
+    used = await encodes_since(run, before, 8)
     run.expect(all(used), f"one encoder stayed idle: {used}")
     run.note = f"{used[0]}+{used[1]} encodes"
 
@@ -114,19 +114,20 @@ async def fast_registrations(run: Run) -> None:
     receiver = run.receiver()
     pictures = [data_uri(picture(next(run.seeds), 1000)) for _ in range(3)]
     parts = [new_part_id() for _ in range(6)]
-    bodies = [
-        asyncio.create_task(run.client.post(f"{run.router}/encode", encode_body(part, pictures))) for part in parts
-    ]
+    written = [json.dumps(encode_body(part, pictures)).encode() for part in parts]
+    bodies = [asyncio.create_task(run.client.post(f"{run.router}/encode", body)) for body in written]
     run.requests += 2 * len(parts)
     slowest = 0.0
     for part in parts:
-        reply = await run.client.post(f"{run.router}/scheduler_receive_url", registration(part, receiver.port), 60.0)
-        run.expect(reply.status == 200, f"registration: {reply.status} {reply.body[:200]!r}")
-        slowest = max(slowest, reply.seconds)
+        # From a thread: this loop is itself busy with the bodies, which must not count.
+        status, seconds = await asyncio.to_thread(
+            post_and_measure, f"{run.router}/scheduler_receive_url", registration(part, receiver.port)
+        )
+        run.expect(status == 200, f"registration: {status}")
+        slowest = max(slowest, seconds)
     for reply in await asyncio.gather(*bodies):
         run.expect(reply.status == 200, f"/encode: {reply.status} {reply.body[:200]!r}")
-    # The client shares two cores with everything else, so this is far above what the router needs.
-    run.expect(slowest < 2 * FAST, f"slowest registration took {slowest:.2f} s")
+    run.expect(slowest < FAST, f"slowest registration took {slowest:.2f} s")
     run.note = f"slowest {slowest * 1000:.0f} ms"
 
 
@@ -152,6 +153,16 @@ async def listed(run: Run) -> None:
     reply = await run.client.get(f"{run.router}/list_encoder_urls")
     urls = {url.rstrip("/") for url in reply.json()["encoder_urls"]}
     run.expect(urls == {encoder.url for encoder in run.stack.encoders}, f"listed: {urls}")
+
+
+async def encodes_since(run: Run, before: list[int], total: int) -> list[int]:
+    """Encodes of each encoder since ``before``, once there are ``total``: their log comes after the embedding."""
+
+    def used() -> list[int]:
+        return [encoder.encodes - then for encoder, then in zip(run.stack.encoders, before, strict=True)]
+
+    await until(lambda: sum(used()) >= total, f"the encoders have logged {total} encodes", 15.0)
+    return used()
 
 
 async def fetch(run: Run, target: str, pictures: list[str]) -> bytes:
