@@ -328,6 +328,15 @@ def test_the_bytes_of_kept_registrations_are_bounded_and_the_longest_waiting_go_
     assert t.table.bytes == 0
 
 
+def test_only_the_latest_finished_parts_are_remembered() -> None:
+    t = Table(max_over=3)
+    for n in range(10):
+        part = t.encode(f"r{n}")
+        t.sent(part)
+        t.table.close_ok(part, keep=False)
+    assert [part.req_id for part in t.table.parts()] == ["r7", "r8", "r9"]
+
+
 HOSTS = st.sampled_from([A, B])
 IDS = st.sampled_from(["r1", "r2"])
 ALIASES = st.sampled_from(["", "v0"])

@@ -95,6 +95,8 @@ class PartLimits:
     """
 
     max_parts: int = 200_000
+    max_over: int = 10_000
+    """Finished parts remembered, and failed ones: enough for stragglers, little at thousands of parts a second."""
     max_registrations: int = 1_024
     max_bytes: int = 256 << 20
     early_ttl: float = 200.0
@@ -467,6 +469,8 @@ class PartTable:
         ageing = self._ageing.get(state)
         if ageing is not None and known:
             ageing[id(part)] = part
+            if state in _OVER and len(ageing) > self.limits.max_over:
+                self._remove(next(iter(ageing.values())))
 
     def _finish(self, part: Part, state: PartState) -> None:
         self._drop_registrations(part)
