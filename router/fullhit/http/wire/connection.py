@@ -18,13 +18,14 @@ States:  IDLE -> HEAD -> BODY | CHUNKED -> HANDLING -> IDLE ...     any -> LINGE
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from .budget import BudgetHolder
 from .buffers import unwritten
 from .chunks import ChunkError, ChunkScanner, ChunkTooLarge
 from .errors import ClientFault
-from .heads import RequestHead, parse_request_head
+from .heads import RequestHead, read_request_head
 from .request import Request, Responder
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         "peer",
         "responder",
         "state",
+        "write",
         "write_deadline",
     )
 
@@ -102,7 +104,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._pending = bytearray()
         self._scan = 0
-        self._head: RequestHead | None = None
+        self._head: Request | None = None
         self._length = 0
         self._body: bytearray | None = None
         self._view: memoryview | None = None
@@ -119,6 +121,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self.gone = False
         self.paused = False
         self.closing_soon = False
+        self.write: Callable[[bytes | bytearray | memoryview], None]
         self.peer = ""
         self.deadline = NEVER
         self.write_deadline = NEVER
@@ -130,6 +133,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.write = self._transport.write
         name: Any = transport.get_extra_info("peername")
         if isinstance(name, tuple):
             host, port = name[0], name[1]
@@ -198,9 +202,6 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._next_request()
 
     # --- for Responder and relays
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._transport.write(data)
 
     async def drain(self) -> None:
         """Wait until the client has taken most of what is queued, or has gone (`write_timeout` at most)."""
@@ -306,7 +307,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         try:
             if cut - start > limits.max_head_bytes:
                 raise _head_too_large(limits.max_head_bytes)
-            head = parse_request_head(bytes(view[start:cut]), limits.max_headers)
+            head = read_request_head(bytes(view[start:cut]), limits.max_headers, Request())
             length = head.content_length
             if length > limits.max_body_bytes:
                 self._head = head
@@ -409,24 +410,28 @@ class ServerConnection(asyncio.BufferedProtocol):
         self.deadline = self._loop.time() + self._limits.body_idle_timeout
         self._resume_reading()
 
-    def _dispatch(self, head: RequestHead, body: bytes | bytearray) -> None:
-        listener = self._listener
+    def _dispatch(self, request: Request, body: bytes | bytearray) -> None:
         self.state = HANDLING
         self.deadline = NEVER
         self._head = None
-        if type(body) is bytes and body:
-            self._charge(len(body), True)
-        request = Request(head, body, self.peer, self._loop.time())
-        keep = head.keep_alive and not self.closing_soon
-        responder = self.responder = Responder(self, head, keep)
-        self._task = self._loop.create_task(listener.serve(request, responder))
+        if type(body) is bytes and body:  # it came with the head and is small: booked, never made to wait
+            size = len(body)
+            self.body_memory.charged += size
+            self._listener.budget.used += size
+        loop = self._loop
+        request.body = body
+        request.peer = self.peer
+        request.received_at = loop.time()
+        responder = self.responder = Responder(self, request, request.keep_alive and not self.closing_soon)
+        self._task = loop.create_task(self._listener.serve(request, responder))
 
     def request_over(self, responder: Responder) -> None:
         """The handler has returned and the responder is finished."""
         self._task = None
         self.responder = None
         self.feeder = None
-        self._drop_body()
+        if self.body_memory.charged:
+            self._listener.release_memory(self.body_memory)
         if self.gone:
             return
         if not responder.keep_alive or self.closing_soon:

@@ -22,9 +22,9 @@ from .chunks import ChunkError, ChunkScanner
 from .errors import BadReply, LostAfterSend, NotAccepted, UpstreamError, UpstreamTimeout
 from .heads import ResponseHead, parse_response_head
 from .limits import Origin, Timeouts
+from .reply import UpstreamResponse
 
 if TYPE_CHECKING:
-    from .reply import UpstreamResponse
     from .upstream import OriginState, UpstreamClient
 
 __all__ = ["UpstreamConnection"]
@@ -293,17 +293,13 @@ class UpstreamConnection(asyncio.BufferedProtocol):
                 break
             at = cut
         self._answer(head)
-        if self.state == STREAMING:
-            self._body_bytes(view, cut, end)
-        elif cut < end and self.state == FREE:
-            self.close()
+        self._body_bytes(view, cut, end)
         return True
 
     def _answer(self, head: ResponseHead) -> None:
-        response = self._client.make_response(self, head)
+        response = UpstreamResponse(self, head, self._client.limits.read_ahead)
         self.response = response
         self.state = STREAMING
-        self._touch()
         if head.keep_alive_timeout is not None:
             self._client.learn(self.origin, head.keep_alive_timeout)
         self._scanner = ChunkScanner() if head.chunked else None
@@ -336,7 +332,7 @@ class UpstreamConnection(asyncio.BufferedProtocol):
             response.feed(view, at, stop)
         if over:
             self._complete(stop < end)
-        elif self.state == STREAMING and end > at:
+        elif self.state == STREAMING:
             self._touch()
 
     def _touch(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
+from typing import TypeVar
 
 import httptools
 
@@ -146,8 +147,16 @@ def _bad(code: str, message: str) -> ClientFault:
     return ClientFault(400, code, message)
 
 
+R = TypeVar("R", bound="RequestHead")
+
+
 def parse_request_head(head: bytes, max_headers: int) -> RequestHead:
-    """Parse one complete request head, empty line included.
+    """Parse one complete request head, empty line included. Raises as `read_request_head`."""
+    return read_request_head(head, max_headers, RequestHead())
+
+
+def read_request_head(head: bytes, max_headers: int, result: R) -> R:
+    """Parse one complete request head, empty line included, into `result`.
 
     Raises ClientFault: 400 for anything malformed or ambiguous, 431 for too many headers, 501 for transfer
     codings other than chunked and for CONNECT, 505 for other versions, 417 for an unknown expectation.
@@ -162,7 +171,6 @@ def parse_request_head(head: bytes, max_headers: int) -> RequestHead:
         pass  # An offer to upgrade is ignored: the request is answered as plain HTTP.
     except httptools.HttpParserError as error:
         raise _bad("bad_request", f"malformed request: {error}") from None
-    result = RequestHead()
     result.method = method = parser.get_method()
     result.target = target = sink.text
     result.headers = headers = sink.headers
@@ -294,6 +302,15 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
     if named:
         return [item for item in kept if item[0].lower() not in named]
     return kept
+
+
+def forwarded_block(headers: list[tuple[bytes, bytes]], names: list[bytes]) -> bytes:
+    """The end-to-end ones of parsed headers as lines. They were found clean when they were parsed."""
+    if b"connection" in names:
+        kept = end_to_end(headers)
+    else:
+        kept = [item for item, name in zip(headers, names, strict=True) if name not in HOP_BY_HOP]
+    return b"\r\n".join(map(b": ".join, kept)) + b"\r\n" if kept else b""
 
 
 def header_block(headers: Headers) -> bytes:

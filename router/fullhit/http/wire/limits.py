@@ -8,7 +8,8 @@ One body limit holds for both framings. The default is far above what pictures n
 from __future__ import annotations
 
 import ssl as ssl_module
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["ListenerLimits", "Origin", "Timeouts", "UpstreamLimits"]
 
@@ -97,13 +98,12 @@ class Timeouts:
     """From the call to the end of the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Where requests go: host (name or address literal without brackets), port, optional TLS context."""
 
     host: str
     port: int
-    ssl: ssl_module.SSLContext | None = field(default=None)
+    ssl: ssl_module.SSLContext | None = None
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from .chunks import ChunkError, ChunkScanner
 from .connection import Feeder, ServerConnection
 from .errors import BadReply, LocalFault, UpstreamError
-from .heads import Headers, ResponseHead, end_to_end, header_block, status_line
+from .heads import Headers, ResponseHead, forwarded_block, header_block, status_line
 from .request import Responder
 
 if TYPE_CHECKING:
@@ -29,24 +29,18 @@ __all__ = ["UpstreamResponse"]
 class UpstreamResponse(Feeder):
     """Head of an answer whose body may still be coming. Consume it with `read` or `relay`, or `close` it."""
 
-    __slots__ = (
-        "_bytes",
-        "_claimed",
-        "_client_conn",
-        "_conn",
-        "_convert",
-        "_error",
-        "_held",
-        "_limit",
-        "_over",
-        "_payload",
-        "_read_ahead",
-        "_reading_paused",
-        "_responder",
-        "_waiter",
-        "head",
-        "origin",
-    )
+    # Most answers arrive in one piece; instances hold only what differs from these.
+    _bytes = 0
+    _claimed = False
+    _over = False
+    _error: UpstreamError | None = None
+    _waiter: asyncio.Future[None] | None = None
+    _responder: Responder | None = None
+    _client_conn: ServerConnection | None = None
+    _convert: ChunkScanner | None = None
+    _payload: bytearray | None = None
+    _limit = -1
+    _reading_paused = False
 
     def __init__(self, conn: UpstreamConnection, head: ResponseHead, read_ahead: int) -> None:
         self.head = head
@@ -54,17 +48,6 @@ class UpstreamResponse(Feeder):
         self._conn: UpstreamConnection | None = conn
         self._read_ahead = read_ahead
         self._held: list[bytes] = []
-        self._bytes = 0
-        self._claimed = False
-        self._over = False
-        self._error: UpstreamError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._responder: Responder | None = None
-        self._client_conn: ServerConnection | None = None
-        self._convert: ChunkScanner | None = None
-        self._payload: bytearray | None = None
-        self._limit = -1
-        self._reading_paused = False
 
     def __repr__(self) -> str:
         return f"<UpstreamResponse {self.head.status} from {self.origin} over={self._over}>"
@@ -131,9 +114,9 @@ class UpstreamResponse(Feeder):
         if self._error is not None:  # known before a byte of the answer has left: the caller can still choose
             self._held.clear()
             raise self._error
-        kept = end_to_end(head.headers)
-        kept.extend(extra_headers)
-        block = header_block(kept)
+        block = forwarded_block(head.headers, head.names)
+        if extra_headers:
+            block += header_block(extra_headers)
         length = head.content_length
         passing = length >= 0 or (head.chunked and responder.modern)
         if not passing:
@@ -152,9 +135,8 @@ class UpstreamResponse(Feeder):
             start = b"%b%b%b%b\r\n" % (line, block, responder.connection_line(), framing)
             if self._over and self._error is None:
                 self._held.insert(0, start)
-                responder.start_passing(b"".join(self._held), head.status)
+                responder.pass_whole(b"".join(self._held), head.status)
                 self._held.clear()
-                responder.finish()
                 return
             responder.start_passing(start, head.status)
         self._responder = responder
@@ -223,7 +205,8 @@ class UpstreamResponse(Feeder):
         """The body is complete."""
         self._over = True
         self._conn = None
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def failed(self, error: UpstreamError) -> None:
         self._error = error

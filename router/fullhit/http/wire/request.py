@@ -23,30 +23,24 @@ JOIN_LIMIT = 64 * 1024
 """Up to this size head and body are joined into one write; above it a second write is cheaper than a copy."""
 
 
-class Request:
+class Request(RequestHead):
     """One complete request.
 
     `headers` are as received (order and spelling kept, hop-by-hop ones included); `body` is `bytes` or, above
     about 64 KB, a `bytearray` filled straight from the socket: treat it as read-only. `received_at` is the
-    loop's clock (seconds) when the head was complete.
+    loop's clock (seconds) when the request was complete.
     """
 
-    __slots__ = ("_names", "body", "headers", "method", "peer", "received_at", "target", "version")
+    __slots__ = ("body", "peer", "received_at")
 
-    def __init__(self, head: RequestHead, body: bytes | bytearray | memoryview, peer: str, received_at: float) -> None:
-        self.method = head.method
-        self.target = head.target
-        self.version = head.version
-        self.headers = head.headers
-        self._names = head.names
-        self.body = body
-        self.peer = peer
-        self.received_at = received_at
+    body: bytes | bytearray | memoryview
+    peer: str
+    received_at: float
 
     def get(self, name: bytes) -> bytes | None:
         """Value of the first header called `name` (give it in lower case), blanks at its ends removed."""
         try:
-            return self.headers[self._names.index(name)][1].strip(b" \t")
+            return self.headers[self.names.index(name)][1].strip(b" \t")
         except ValueError:
             return None
 
@@ -65,18 +59,18 @@ _FRESH, _STARTED, _DONE = range(3)
 class Responder:
     """Answers one request, exactly once."""
 
-    __slots__ = ("_chunked", "_conn", "_head_only", "_keep_alive", "_left", "_modern", "_state", "detached", "status")
+    # Most answers never leave these defaults; instances hold only what differs.
+    _state = _FRESH
+    _chunked = False
+    _left = -1
+    detached = False
+    status = 0
 
     def __init__(self, conn: ServerConnection, head: RequestHead, keep_alive: bool) -> None:
         self._conn: ServerConnection | None = conn
         self._modern = head.version == (1, 1)
         self._head_only = head.method == b"HEAD"
         self._keep_alive = keep_alive
-        self._state = _FRESH
-        self._chunked = False
-        self._left = -1
-        self.detached = False
-        self.status = 0
 
     # --- what a handler may ask
 
@@ -268,7 +262,20 @@ class Responder:
         self._left = -1
         self.raw(head)
 
+    def pass_whole(self, message: bytes, status: int) -> None:
+        """As `start_passing` with the whole answer, and `finish`."""
+        if self._state != _FRESH:
+            raise LocalFault("the request has been answered already")
+        self.status = status
+        self._state = _DONE
+        conn = self._conn
+        if conn is not None and not conn.gone:
+            conn.write(message)
+
     def connection_line(self) -> bytes:
+        """The Connection header of the answer, or nothing."""
+        if self._modern and self._keep_alive and self._conn is not None and not self._conn.closing_soon:
+            return b""
         return self._connection_line()
 
     def close_after(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from .errors import ConnectFailed, UpstreamTimeout
 from .exchange import UpstreamConnection
-from .heads import Headers, ResponseHead, request_head
+from .heads import Headers, request_head
 from .limits import Origin, Timeouts, UpstreamLimits
 from .pool import IdleStack
 from .reply import UpstreamResponse
@@ -181,15 +181,13 @@ class UpstreamClient:
 
     # --- for UpstreamConnection
 
-    def make_response(self, connection: UpstreamConnection, head: ResponseHead) -> UpstreamResponse:
-        return UpstreamResponse(connection, head, self.limits.read_ahead)
-
     def connection_free(self, connection: UpstreamConnection) -> None:
         state = connection.server
         if self._closed or not state.idle.push(connection, self.loop.time()):
             connection.close()
             return
-        self._wake(state)
+        if state.waiting:
+            self._wake(state)
 
     def connection_closed(self, connection: UpstreamConnection) -> None:
         """Called at least once for every connection, whatever ended it."""
