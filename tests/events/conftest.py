@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from fullhit.core import Pool, Reason, SelectRequest, Worker, WorkerSpec
-from fullhit.events import Ingest, IngestSettings, OutgoingRequest, StreamSettings, WorkerStream
-from fullhit_publisher import wire
+from fullhit.events import (
+    EmbeddedNats,
+    Ingest,
+    IngestSettings,
+    NatsPlane,
+    NatsSettings,
+    OutgoingRequest,
+    StreamSettings,
+    WorkerStream,
+)
+from fullhit_publisher import EmbeddingCachePublisher, PublisherOptions, wire
 from fullhit_publisher.identity import worker_id_for
 from fullhit_publisher.keys import digest, fold
 
@@ -203,3 +214,167 @@ def make_desk() -> Callable[..., Desk]:
 @pytest.fixture
 def desk() -> Desk:
     return Desk()
+
+
+class BlackHole:
+    """A TCP proxy on loopback which can swallow everything without closing anything: a network that drops packets."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._open = asyncio.Event()
+        self._open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+        self.accepted = 0
+
+    async def start(self) -> BlackHole:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = int(self._server.sockets[0].getsockname()[1])
+        return self
+
+    def swallow(self) -> None:
+        self._open.clear()
+
+    def deliver(self) -> None:
+        self._open.set()
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        for writer in self._writers:
+            writer.transport.abort()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        self._writers.append(writer)
+        try:
+            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers.append(other_writer)
+        for source, sink in ((reader, other_writer), (other_reader, writer)):
+            task = asyncio.create_task(self._pump(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                await self._open.wait()
+                sink.write(data)
+                await sink.drain()
+        except OSError:
+            pass
+        finally:
+            sink.transport.abort()
+
+
+async def eventually(condition: Callable[[], object], what: str = "", seconds: float = 30.0) -> None:
+    """Wait until ``condition()`` is true, looking often; the limit is for broken code, not for slow machines."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"never came true: {what or condition}"
+        await asyncio.sleep(0.01)
+
+
+class Router:
+    """Pool, intake and NATS plane, as the application wires them."""
+
+    def __init__(self, url: str, nats: NatsSettings | None = None, **rules: object) -> None:
+        self.pool = Pool("default", clock=time.monotonic)
+        self.log: list[tuple[str, str, dict[str, object]]] = []
+        self.ingest = Ingest(
+            {"default": self.pool},
+            IngestSettings(stream=StreamSettings(**rules)),  # type: ignore[arg-type]
+            log=self._note,
+        )
+        self.plane = NatsPlane(url, self.ingest, nats or QUICK, log=self._note)
+
+    def _note(self, level: str, event: str, /, **fields: object) -> None:
+        self.log.append((level, event, fields))
+
+    def add(self, url: str = URL) -> None:
+        self.pool.add_worker(WorkerSpec(id=url, url=url))
+        self.pool.set_ready(url, True)
+        self.ingest.worker_added("default", url)
+
+    def state(self, url: str = URL) -> str:
+        stream = self.ingest.stream("default", url)
+        return "none" if stream is None else str(stream.state)
+
+    def full_hit(self, *keys: str) -> bool:
+        request = SelectRequest(keys=tuple(map(fold, keys)), items=len(keys), dry_run=True)
+        return self.pool.select(request).reason is Reason.FULL_HIT
+
+
+QUICK = NatsSettings(
+    connect_timeout=1.0,
+    watchdog_interval=0.1,
+    io_timeout=0.5,
+    close_timeout=0.3,
+    backoff_min=0.02,
+    backoff_max=0.1,
+    distrust_pause=0.5,
+)
+
+
+@pytest.fixture
+async def nats() -> AsyncIterator[EmbeddedNats]:
+    server = EmbeddedNats()
+    await server.start()
+    yield server
+    await server.close()
+
+
+@pytest.fixture
+async def make_router() -> AsyncIterator[Callable[..., Awaitable[Router]]]:
+    """``await make_router(url, silence_grace=1.0)``: a router whose plane has been started."""
+    routers: list[Router] = []
+
+    async def make(url: str, nats: NatsSettings | None = None, **rules: object) -> Router:
+        router = Router(url, nats, **rules)
+        routers.append(router)
+        await router.plane.start()
+        return router
+
+    yield make
+    for router in routers:
+        await router.plane.close()
+
+
+@pytest.fixture
+async def make_publisher() -> AsyncIterator[Callable[..., EmbeddingCachePublisher]]:
+    """``make_publisher(event_plane)``: a real publisher in its own thread, heartbeats five times a second."""
+    publishers: list[EmbeddingCachePublisher] = []
+
+    def make(event_plane: str, url: str = URL) -> EmbeddingCachePublisher:
+        options = PublisherOptions(connect_timeout=1.0, io_timeout=0.5, backoff_min=0.02, backoff_max=0.1)
+        publisher = EmbeddingCachePublisher(url=url, event_plane=event_plane, heartbeat_interval=0.2, options=options)
+        publishers.append(publisher)
+        return publisher.start()
+
+    yield make
+    for publisher in publishers:
+        await asyncio.to_thread(publisher.close)
+
+
+@pytest.fixture
+async def make_black_hole() -> AsyncIterator[Callable[[int], Awaitable[BlackHole]]]:
+    holes: list[BlackHole] = []
+
+    async def make(port: int) -> BlackHole:
+        holes.append(await BlackHole(port).start())
+        return holes[-1]
+
+    yield make
+    for hole in holes:
+        await hole.close()
+
+
+@pytest.fixture(name="eventually")
+def _eventually() -> Callable[..., Awaitable[None]]:
+    return eventually

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullhit.core import WorkerSpec
+from fullhit.core import Pool, Reason, SelectRequest, WorkerSpec
 from fullhit.events import Ingest
 from fullhit_publisher import wire
 from fullhit_publisher.identity import worker_id_for
+from fullhit_publisher.keys import fold
 
 A, B, C, D = (letter * 32 for letter in "abcd")
 ALL = (A, B, C, D)
@@ -97,8 +98,6 @@ def test_snapshots_among_the_events_and_events_in_the_inbox_are_refused(desk):
 
 @given(st.binary(max_size=300))
 def test_no_bytes_make_the_intake_raise(data):
-    from fullhit.core import Pool
-
     pool = Pool("default", clock=lambda: 0.0)
     pool.add_worker(WorkerSpec(id=URL, url=URL))
     ingest = Ingest({"default": pool})
@@ -401,6 +400,30 @@ def test_case_a6_a_digest_that_never_agrees_costs_ever_fewer_snapshots(desk):
     assert len([second for second in asked if second >= 300]) <= 22, "not more than one in 15 s in the end"
 
 
+def test_case_a7_a_restarted_router_serves_at_once_while_large_snapshots_come_in_by_turns(make_desk):
+    desk = make_desk({"max_snapshots": 3})
+    desk.ingest.plane_up()
+    urls = [f"http://encoder-{n}.invalid:1" for n in range(8)]
+    keys = {url: many(2000, n) for n, url in enumerate(urls)}
+    for url in urls:
+        desk.add(url)
+    filled = 0
+    for _ in range(8):
+        outstanding = desk.wait(0.3)
+        assert len(outstanding) <= 3
+        for request in outstanding:
+            url = next(url for url in urls if worker_id_for(url) == request.worker_id)
+            desk.receive(*desk.parts(request, keys[url], 5, parts=4))
+            filled += 1
+            while desk.ingest.run_slices():
+                decision = desk.pool.select(SelectRequest(keys=(fold(keys[url][0]),), items=1))
+                decision.ticket.release()
+            states = [row.state for row in desk.ingest.status()]
+            assert states.count("live") == filled, "progress can be seen worker by worker"
+    assert filled == 8
+    assert all(desk.pool.key_count(url) == 2000 for url in urls)
+
+
 def test_case_a8_a_worker_that_never_publishes_is_mentioned_once_in_a_while(desk):
     desk.ingest.plane_up()
     desk.add()
@@ -420,9 +443,6 @@ def test_case_a9_a_worker_that_speaks_on_the_channel_of_another_is_refused_and_n
 
 
 def test_a_worker_that_publishes_nothing_keeps_its_predictions_trusted(desk):
-    from fullhit.core import Reason, SelectRequest
-    from fullhit_publisher.keys import fold
-
     desk.ingest.plane_up()
     desk.add()
     desk.pool.record_encoded(URL, [(fold(A), 100)])

@@ -411,6 +411,18 @@ def test_a_lost_plane_leaves_entries_trusted_for_the_grace_and_no_longer(desk):
     assert desk.held(ALL) == {A}, "good for tie-breaks still"
 
 
+def test_a_worker_known_by_its_snapshot_alone_can_be_doubted_like_any_other(desk):
+    desk.ingest.plane_up()
+    desk.add()
+    [request] = desk.wait(0.1)
+    desk.receive(*desk.parts(request, [A], 1))
+    assert desk.full_hit(A)
+    desk.ingest.plane_lost()
+    desk.wait(6)
+    assert desk.state() == "doubtful"
+    assert not desk.full_hit(A)
+
+
 def test_the_first_heartbeat_after_a_plane_failure_is_enough_when_nothing_was_missed(desk):
     desk.ingest.plane_up()
     desk.go_live(A)

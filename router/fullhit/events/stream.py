@@ -246,6 +246,7 @@ class WorkerStream:
         if result == "too_many_keys":
             return self._conflict("too_many_keys")
         self._last_heard = now
+        self._publishes()
         self._step(Input.PART)
         self._out.append(fx.Fill(keys))
         if result == "last":
@@ -368,10 +369,14 @@ class WorkerStream:
         elif verdict is Verdict.STALE:
             self._drop("stale_epoch")
             return False
+        self._publishes()
+        return True
+
+    def _publishes(self) -> None:
+        """The worker has spoken for itself: its entries are its own word from now on, and may be doubted."""
         if not self._told_publishing:
             self._told_publishing = True
             self._out.append(fx.Publishing(True))
-        return True
 
     def _restart(self, origin: Origin, cause: str) -> None:
         """A new incarnation begins: nothing of the old one stays."""
