@@ -269,7 +269,7 @@ def _check(config: Config) -> None:
             "must be at least 180: SGLang's own encode may take that long", "encoder_gateway.encode_timeout"
         )
     _positive(gateway, "encoder_gateway", ("queue_max", "queue_max_bytes", "queue_timeout", "connect_timeout",
-                                           "follow_timeout", "max_parts", "upstream_idle_timeout",
+                                           "follow_timeout", "max_lost", "max_parts", "upstream_idle_timeout",
                                            "upstream_max_connections"))  # fmt: skip
     _positive(config.health, "health", ("interval", "timeout", "misses", "stuck_after", "forget_after"))
     _one_of(config.log.level, ("debug", "info", "warning", "error"), "log.level")

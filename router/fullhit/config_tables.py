@@ -148,6 +148,8 @@ class EncoderGatewayConfig(Table):
     encode_timeout: float = 1_800.0
     follow_timeout: float = 180.0
     max_attempts: int = 0
+    max_lost: int = 3
+    registration: bool = True
     max_parts: int = 200_000
     bad_image: str = "auto"
     upstream_idle_timeout: float = 3.0

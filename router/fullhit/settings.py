@@ -119,6 +119,8 @@ def gateway_settings(gateway: EncoderGatewayConfig) -> GatewaySettings:
         encode_timeout=gateway.encode_timeout,
         follow_timeout=gateway.follow_timeout,
         max_attempts=gateway.max_attempts,
+        max_lost=gateway.max_lost,
+        registration=gateway.registration,
         bad_image=cast("BadImage", gateway.bad_image),  # checked by `load_config`
         parts=PartLimits(max_parts=gateway.max_parts),
     )

@@ -21,7 +21,7 @@ from .table import Row, render, write_json
 
 __all__ = ["PARTS", "Row", "Skip", "add_arguments", "run"]
 
-PARTS: Final = {"core": "core_rows", "events": "event_rows", "proxy": "proxy_rows"}
+PARTS: Final = {"core": "core_rows", "events": "event_rows", "media": "media_rows", "proxy": "proxy_rows"}
 
 
 class Skip(Exception):
@@ -29,7 +29,7 @@ class Skip(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--only core,events,proxy`, `--rounds N`, `--quick`, `--json FILE`, `--strict`."""
+    """`--only core,events,...`, `--rounds N`, `--quick`, `--json FILE`, `--strict`."""
     parser.add_argument(
         "--only", type=_parts, default=tuple(PARTS), metavar="PARTS", help=f"comma-separated, of {', '.join(PARTS)}"
     )
