@@ -568,4 +568,3 @@ def _body_too_large(limit: int) -> ClientFault:
 
 _ANY_HEAD = RequestHead()
 _ANY_HEAD.method = b"GET"
-_ANY_HEAD.version = (1, 1)

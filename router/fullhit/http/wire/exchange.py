@@ -126,6 +126,10 @@ class UpstreamConnection(asyncio.BufferedProtocol):
             self._transport.abort()
         return False
 
+    def usable(self) -> bool:
+        """As far as is known without asking the kernel."""
+        return self.state == FREE and not self._transport.is_closing()
+
     def alive(self, now: float) -> bool:
         """Worth sending a request on."""
         if self.state != FREE or self._transport.is_closing():
@@ -252,6 +256,8 @@ class UpstreamConnection(asyncio.BufferedProtocol):
             self._body_bytes(view, 0, nbytes)
         elif state == WAITING:
             self._received += nbytes
+            if not self._pending and self._whole(view, nbytes):
+                return
             if self._pending:
                 self._pending += view[:nbytes]
                 pending = self._pending
@@ -264,6 +270,35 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         elif state == FREE:
             self._client.count("unsolicited")
             self.close()
+
+    def _whole(self, view: memoryview, end: int) -> bool:
+        """The usual answer to a request: short, with a length, all of it in one piece. False: look closer."""
+        client = self._client
+        cut = client.scratch.find(b"\r\n\r\n", 0, end) + 4
+        limits = client.limits
+        if cut < 4 or cut > limits.max_head_bytes or not self._sent or self._head_only:
+            return False
+        try:
+            head = parse_response_head(bytes(view[:cut]), limits.max_headers, False)
+        except BadReply:
+            return False
+        if head.chunked or head.content_length != end - cut or not head.keep_alive or head.status < 200:
+            return False
+        response = UpstreamResponse(self, head, 0)
+        response.arrived(bytes(view[cut:end]))
+        if head.keep_alive_timeout is not None:
+            client.learn(self.origin, head.keep_alive_timeout)
+        self._deadline = self._total = NEVER
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(response)
+        if self._transport.is_closing():
+            self.close()
+        else:
+            self.state = FREE
+            self.reused = True
+            client.connection_free(self)
+        return True
 
     def _head_bytes(self, data: bytearray, view: memoryview, end: int) -> bool:
         """Look for the final answer's head in `data[:end]`; true when nothing needs to be kept."""

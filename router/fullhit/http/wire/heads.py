@@ -49,82 +49,57 @@ _WATCHED_RESPONSE = frozenset((b"content-length", b"transfer-encoding", b"connec
 _ONE_ONE = (1, 1)
 _ONE_ZERO = (1, 0)
 _LENGTH_DIGITS = 18
+_SPECIAL_STATUS = (204, 304)
 
 
-class _Sink:
-    """Collects what llhttp finds."""
+class _Head:
+    """What llhttp finds is put straight into the head: it is its own parser protocol."""
 
-    __slots__ = ("headers", "names", "text")
+    headers: list[tuple[bytes, bytes]]
+    names: list[bytes]
 
     def __init__(self) -> None:
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.names: list[bytes] = []
-        self.text = b""
-
-    def on_url(self, url: bytes) -> None:
-        self.text += url
-
-    def on_status(self, reason: bytes) -> None:
-        self.text += reason
+        self.headers = []
+        self.names = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name, value))
         self.names.append(name.lower())
 
 
-class RequestHead:
+class RequestHead(_Head):
     """A request head: what the client asked for and how the body is framed.
 
     `content_length` is -1 when the client gave none; `names` holds the lower-cased header names, one for
-    each element of `headers`.
+    each element of `headers`; `modern` means HTTP/1.1.
     """
 
-    __slots__ = (
-        "chunked",
-        "content_length",
-        "expects",
-        "headers",
-        "keep_alive",
-        "method",
-        "names",
-        "target",
-        "version",
-    )
+    method = b""
+    target = b""
+    version: tuple[int, int] = _ONE_ONE
+    modern = True
+    content_length = -1
+    chunked = False
+    keep_alive = True
+    expects = False
 
-    method: bytes
-    target: bytes
-    version: tuple[int, int]
-    headers: list[tuple[bytes, bytes]]
-    names: list[bytes]
-    content_length: int
-    chunked: bool
-    keep_alive: bool
-    expects: bool
+    def on_url(self, url: bytes) -> None:
+        self.target += url
 
 
-class ResponseHead:
+class ResponseHead(_Head):
     """A response head. `content_length` is -1 when there is none; `keep_alive_timeout` is the server's own
     statement of how long it keeps idle connections (seconds), or None."""
 
-    __slots__ = (
-        "chunked",
-        "content_length",
-        "headers",
-        "keep_alive",
-        "keep_alive_timeout",
-        "names",
-        "reason",
-        "status",
-    )
+    status = 0
+    reason = b""
+    content_length = -1
+    chunked = False
+    keep_alive = True
+    keep_alive_timeout: float | None = None
 
-    status: int
-    reason: bytes
-    headers: list[tuple[bytes, bytes]]
-    names: list[bytes]
-    content_length: int
-    chunked: bool
-    keep_alive: bool
-    keep_alive_timeout: float | None
+    def on_status(self, reason: bytes) -> None:
+        self.reason += reason
 
 
 def _values(headers: list[tuple[bytes, bytes]], names: list[bytes], name: bytes) -> list[bytes]:
@@ -163,8 +138,7 @@ def read_request_head(head: bytes, max_headers: int, result: R) -> R:
     """
     if head.count(b"\n") - 2 > max_headers:
         raise ClientFault(431, "too_many_headers", f"more than {max_headers} header lines (max_headers)")
-    sink = _Sink()
-    parser = httptools.HttpRequestParser(sink)
+    parser = httptools.HttpRequestParser(result)
     try:
         parser.feed_data(head)
     except httptools.HttpParserUpgrade:
@@ -172,25 +146,21 @@ def read_request_head(head: bytes, max_headers: int, result: R) -> R:
     except httptools.HttpParserError as error:
         raise _bad("bad_request", f"malformed request: {error}") from None
     result.method = method = parser.get_method()
-    result.target = target = sink.text
-    result.headers = headers = sink.headers
-    result.names = names = sink.names
-    line = len(method) + len(target) + 2
+    headers = result.headers
+    names = result.names
+    modern = True
+    line = len(method) + len(result.target) + 2
     version = head[line : line + 10]
-    if version == b"HTTP/1.1\r\n":
-        result.version = _ONE_ONE
-        result.keep_alive = modern = True
-    elif version == b"HTTP/1.0\r\n":
-        result.version = _ONE_ZERO
-        result.keep_alive = modern = False
-    elif version.startswith(b"HTTP/"):
-        raise ClientFault(505, "version", "only HTTP/1.0 and HTTP/1.1 are spoken here")
-    else:  # llhttp lets several blanks pass
-        raise _bad("bad_request", "malformed request line")
+    if version != b"HTTP/1.1\r\n":
+        if version == b"HTTP/1.0\r\n":
+            result.version = _ONE_ZERO
+            result.keep_alive = result.modern = modern = False
+        elif version.startswith(b"HTTP/"):
+            raise ClientFault(505, "version", "only HTTP/1.0 and HTTP/1.1 are spoken here")
+        else:  # llhttp lets several blanks pass
+            raise _bad("bad_request", "malformed request line")
     if method == b"CONNECT":
         raise ClientFault(501, "connect", "CONNECT is not supported")
-    result.content_length = -1
-    result.chunked = result.expects = False
     watched = _WATCHED_REQUEST.intersection(names)
     if b"host" in watched:
         if names.count(b"host") != 1:
@@ -234,33 +204,33 @@ def parse_response_head(head: bytes, max_headers: int, head_only: bool) -> Respo
     """
     if head.count(b"\n") - 2 > max_headers:
         raise BadReply(f"more than {max_headers} header lines in the reply")
-    sink = _Sink()
-    parser = httptools.HttpResponseParser(sink)
+    result = ResponseHead()
+    parser = httptools.HttpResponseParser(result)
     try:
         parser.feed_data(head)
     except httptools.HttpParserUpgrade:
         pass
     except httptools.HttpParserError as error:
         raise BadReply(f"malformed reply: {error}") from None
-    result = ResponseHead()
     result.status = status = parser.get_status_code()
-    result.reason = sink.text
-    result.headers = headers = sink.headers
-    result.names = names = sink.names
+    headers = result.headers
+    names = result.names
+    modern = True
     version = head[:9]
-    modern = version == b"HTTP/1.1 "
-    if (not modern and version != b"HTTP/1.0 ") or not 100 <= status <= 999:
+    if version != b"HTTP/1.1 ":
+        if version != b"HTTP/1.0 ":
+            raise BadReply("malformed reply: status line")
+        result.keep_alive = modern = False
+    if not 100 <= status <= 999:
         raise BadReply("malformed reply: status line")
-    result.content_length = -1
-    result.chunked = False
-    result.keep_alive = modern
-    result.keep_alive_timeout = None
     watched = _WATCHED_RESPONSE.intersection(names)
     if b"content-length" in watched:
         try:
             result.content_length = _length(headers, names)
         except ValueError:
             raise BadReply("malformed or repeated Content-Length in the reply") from None
+        if len(watched) == 1 and not head_only and status not in _SPECIAL_STATUS and status >= 200:
+            return result
     if b"transfer-encoding" in watched:
         codings = _values(headers, names, b"transfer-encoding")
         if result.content_length >= 0 or not modern:
@@ -347,13 +317,9 @@ def request_head(method: bytes, target: bytes, headers: Headers, host: bytes, le
     if length or method not in _BODYLESS:
         kept.append((b"Content-Length", b"%d" % length))
     count = len(kept) + 2
-    head = b"%b %b HTTP/1.1\r\n%b\r\n\r\n" % (method, target, b"\r\n".join(map(b": ".join, kept)))
-    if (
-        head.count(b"\n") != count
-        or head.count(b"\r") != count
-        or b"\0" in head
-        or head.count(b" ", 0, len(method) + len(target) + 2) != 2
-    ):
+    block = b"\r\n".join(map(b": ".join, kept))
+    head = b"".join((method, b" ", target, b" HTTP/1.1\r\n", block, b"\r\n\r\n"))
+    if head.count(b"\n") != count or head.count(b"\r") != count or b"\0" in head or b" " in target or b" " in method:
         raise LocalFault("method, target or a header to be sent is malformed")
     return head
 

@@ -26,6 +26,8 @@ class Poolable(Protocol):
 
 C = TypeVar("C", bound=Poolable)
 
+FRESH = 0.1
+"""Seconds; below any idle time that can be learnt."""
 SAFETY = 0.8
 """Share of an observed or announced idle time that is still used."""
 
@@ -70,6 +72,13 @@ class IdleStack(Generic[C]):
         connection.idle_since = now
         self._stack.append(connection)
         return True
+
+    def take_fresh(self, now: float) -> C | None:
+        """The newest, if it was used a moment ago: the case of a busy pool, without the questions of `pop`."""
+        stack = self._stack
+        if stack and now - stack[-1].idle_since < FRESH:
+            return stack.pop()
+        return None
 
     def pop(self, now: float) -> tuple[C | None, list[C]]:
         """The best connection to use, or None, and the ones found to be of no use (close them)."""

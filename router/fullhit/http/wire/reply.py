@@ -201,6 +201,12 @@ class UpstreamResponse(Feeder):
         else:
             self._converted(view, start, end)
 
+    def arrived(self, body: bytes) -> None:
+        """The whole body at once."""
+        self._held.append(body)
+        self._over = True
+        self._conn = None
+
     def ended(self) -> None:
         """The body is complete."""
         self._over = True

@@ -31,8 +31,6 @@ class Request(RequestHead):
     loop's clock (seconds) when the request was complete.
     """
 
-    __slots__ = ("body", "peer", "received_at")
-
     body: bytes | bytearray | memoryview
     peer: str
     received_at: float
@@ -68,7 +66,7 @@ class Responder:
 
     def __init__(self, conn: ServerConnection, head: RequestHead, keep_alive: bool) -> None:
         self._conn: ServerConnection | None = conn
-        self._modern = head.version == (1, 1)
+        self._modern = head.modern
         self._head_only = head.method == b"HEAD"
         self._keep_alive = keep_alive
 

@@ -97,11 +97,13 @@ class UpstreamClient:
         head = request_head(method, target, headers, state.host, len(body))
         now = self.loop.time()
         total = NEVER if timeouts.total is None else now + timeouts.total
-        connection, useless = state.idle.pop(now)
-        for stale in useless:
-            stale.close()
-        if connection is None:
-            connection = await self._connect(origin, state, timeouts, total)
+        connection = state.idle.take_fresh(now)
+        if connection is None or not connection.usable():
+            connection, useless = state.idle.pop(now)
+            for stale in useless:
+                stale.close()
+            if connection is None:
+                connection = await self._connect(origin, state, timeouts, total)
         waiter = connection.begin(head, body, method == b"HEAD", timeouts, total, on_sent)
         if self._sweeper is None:
             self._arm(timeouts)
