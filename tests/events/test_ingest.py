@@ -174,6 +174,21 @@ def test_no_slice_works_off_more_than_it_should(desk):
         before = now
 
 
+def test_a_doubt_does_not_wait_behind_a_delta_that_is_half_applied(desk):
+    desk.ingest.plane_up()
+    desk.go_live(A)
+    desk.hear(desk.delta(2, many(5000)))
+    desk.ingest.run_slices()
+    assert desk.full_hit(A)
+    desk.ingest.messages_lost("slow_consumer")
+    assert not desk.full_hit(A)
+    desk.work()
+    assert not desk.full_hit(A)
+    assert desk.state() == "doubtful"
+    desk.hear(desk.beat(2, [A, *many(5000)]))
+    assert desk.full_hit(A)
+
+
 def test_large_messages_of_several_workers_take_turns(desk):
     desk.go_live(A)
     desk.go_live(B, url=OTHER)

@@ -343,6 +343,39 @@ def test_a_new_incarnation_in_the_middle_of_a_snapshot_drops_it(desk):
     assert desk.state() == "live"
 
 
+def test_a_marked_delta_that_came_during_the_snapshot_is_a_doubt_after_it(desk):
+    request = gap(desk)
+    first, second = desk.parts(request, [B, C], 3, parts=2)
+    desk.receive(first)
+    desk.hear(desk.delta(4, [D], resync=True))
+    desk.receive(second)
+    assert desk.held(ALL) == {B, C, D}
+    assert desk.state() == "doubtful"
+    assert desk.stream().doubts == {"mark"}
+
+
+def test_kept_deltas_of_the_old_incarnation_are_not_applied_to_the_new_one(desk):
+    gap(desk)
+    desk.hear(desk.delta(1, [A], epoch=2_000_000), desk.delta(2, [B], epoch=2_000_000))
+    assert desk.held(ALL) == {A, B}
+    assert desk.state() == "live"
+
+
+def test_a_plane_lost_in_the_middle_of_a_snapshot_ends_it_and_its_return_begins_another(desk):
+    request = gap(desk)
+    first, second = desk.parts(request, [B, C], 3, parts=2)
+    desk.receive(first)
+    desk.ingest.plane_lost()
+    assert desk.state() == "doubtful"
+    desk.ingest.plane_up()
+    [again] = desk.wait(3)
+    desk.receive(second)
+    assert desk.held(ALL) == {A}
+    desk.receive(*desk.parts(again, [B, C], 3, parts=2))
+    assert desk.held(ALL) == {B, C}
+    assert desk.state() == "live"
+
+
 # Silence.
 
 
