@@ -26,6 +26,8 @@ _decode_texts = msgspec.msgpack.Decoder(list[str]).decode
 _DIGEST_WIDTHS = (32, 64)
 _HEADER = 2
 _MAX_SLICE = 4096
+_COPY_BELOW = 16 * 1024
+"""Bytes up to which a copy, which is quicker to look at, costs less than it gains."""
 
 
 class KeyBatch(Protocol):
@@ -90,7 +92,7 @@ class PackedKeys:
 
     __slots__ = ("_body", "_count", "_width")
 
-    def __init__(self, body: memoryview, count: int, width: int) -> None:
+    def __init__(self, body: bytes | memoryview, count: int, width: int) -> None:
         self._body = body
         self._count = count
         self._width = width
@@ -98,8 +100,8 @@ class PackedKeys:
     @classmethod
     def parse(cls, array: bytes | msgspec.Raw) -> PackedKeys | None:
         """Take a msgpack array of texts of one width, that of a digest; None when it is anything else, also when it
-        is empty. Keeps the buffer, copies nothing of it."""
-        raw = memoryview(array)
+        is empty. A large buffer is kept as it is, without a copy."""
+        raw = memoryview(array) if len(memoryview(array)) > _COPY_BELOW else bytes(array)
         first = raw[0] if raw else 0
         if 0x90 < first <= 0x9F:
             count, start = first & 0x0F, 1
