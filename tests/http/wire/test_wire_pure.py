@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import httptools
 import pytest
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 from fullhit.http.wire import BadReply, ClientFault, LocalFault, MemoryBudget, UpstreamLimits, end_to_end
 from fullhit.http.wire.budget import BudgetHolder
 from fullhit.http.wire.chunks import ChunkError, ChunkScanner, ChunkTooLarge
-from fullhit.http.wire.heads import header_block, parse_request_head, parse_response_head, request_head
+from fullhit.http.wire.heads import (
+    RequestHead,
+    header_block,
+    parse_request_head,
+    parse_response_head,
+    request_head,
+)
+from fullhit.http.wire.memo import RequestMemo
 from fullhit.http.wire.pool import IdleStack
 
 
@@ -404,3 +412,39 @@ def test_the_idle_time_is_learnt_downward_bounded_and_forgotten():
     fake = Fake()
     stack.push(fake, 600)
     assert stack.expire(602) == [] and stack.expire(603.5) == [fake]
+
+
+# --- heads read before
+
+bodies = st.integers(0, 10**19).map(str) | st.sampled_from(["", "+1", "1 ", "0x1", "1, 1", "٣", "1\x00", "-0"])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["/a", "/b", "/a b"]), bodies, st.booleans()), min_size=2, max_size=8))
+def test_a_head_that_was_read_before_is_read_as_the_parser_would(heads: list[tuple[str, str, bool]]):
+    memo = RequestMemo(200)
+    for target, length, close in heads:
+        lines = [f"POST {target} HTTP/1.1", "Host: a", f"Content-Length: {length}", "X: 1"]
+        head = request(*(line.encode() for line in lines + ["Connection: close"] * close))
+
+        def outcome(read: Callable[[bytes], RequestHead], head: bytes = head) -> object:
+            try:
+                got = read(head)
+            except ClientFault as fault:
+                return fault.status, fault.code
+            headers = [(name, value.strip(b" \t")) for name, value in got.headers]
+            return got.target, headers, got.names, got.content_length, got.keep_alive, got.version, got.expects
+
+        expected = outcome(lambda head: parse_request_head(head, 200))
+        assert outcome(lambda head: memo.read(head, RequestHead())) == expected
+        assert outcome(lambda head: memo.read(head, RequestHead())) == expected
+
+
+def test_what_is_remembered_is_bounded_and_not_shared_with_requests():
+    memo = RequestMemo(200)
+    for n in range(2000):
+        memo.read(request(b"POST /%d HTTP/1.1" % n, b"Host: a", b"Content-Length: 1"), RequestHead())
+    assert len(memo._known) <= 512
+    head = request(b"POST /1999 HTTP/1.1", b"Host: a", b"Content-Length: 2")
+    first = memo.read(head, RequestHead())
+    first.headers.clear()
+    assert len(memo.read(head, RequestHead()).headers) == 2

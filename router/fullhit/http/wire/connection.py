@@ -25,7 +25,7 @@ from .budget import BudgetHolder
 from .buffers import unwritten
 from .chunks import ChunkError, ChunkScanner, ChunkTooLarge
 from .errors import ClientFault
-from .heads import RequestHead, read_request_head
+from .heads import RequestHead
 from .request import Request, Responder
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         try:
             if cut - start > limits.max_head_bytes:
                 raise _head_too_large(limits.max_head_bytes)
-            head = read_request_head(bytes(view[start:cut]), limits.max_headers, Request())
+            head = self._listener.memo.read(bytes(view[start:cut]), Request())
             length = head.content_length
             if length > limits.max_body_bytes:
                 self._head = head

@@ -97,6 +97,7 @@ class ResponseHead(_Head):
     chunked = False
     keep_alive = True
     keep_alive_timeout: float | None = None
+    block: bytes | None = None
 
     def on_status(self, reason: bytes) -> None:
         self.reason += reason
@@ -274,13 +275,13 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
     return kept
 
 
-def forwarded_block(headers: list[tuple[bytes, bytes]], names: list[bytes]) -> bytes:
-    """The end-to-end ones of parsed headers as lines. They were found clean when they were parsed."""
-    if b"connection" in names:
-        kept = end_to_end(headers)
-    else:
-        kept = [item for item, name in zip(headers, names, strict=True) if name not in HOP_BY_HOP]
-    return b"\r\n".join(map(b": ".join, kept)) + b"\r\n" if kept else b""
+def forwarded_block(head: ResponseHead) -> bytes:
+    """The end-to-end headers of a reply as lines. They were found clean when they were parsed."""
+    block = head.block
+    if block is None:
+        kept = end_to_end(head.headers)
+        block = head.block = b"\r\n".join(map(b": ".join, kept)) + b"\r\n" if kept else b""
+    return block
 
 
 def header_block(headers: Headers) -> bytes:

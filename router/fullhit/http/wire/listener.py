@@ -22,6 +22,7 @@ from .budget import BudgetHolder, MemoryBudget
 from .connection import BodyMemory, ServerConnection
 from .errors import ClientFault, PeerGone, UpstreamError, UpstreamTimeout
 from .limits import ListenerLimits
+from .memo import RequestMemo
 from .request import Handler, Request, Responder
 
 __all__ = ["DrainReport", "ErrorFormat", "HttpListener", "openai_error"]
@@ -78,6 +79,7 @@ class HttpListener:
     ) -> None:
         self.limits = limits if limits is not None else ListenerLimits()
         self.budget = budget if budget is not None else MemoryBudget(self.limits.max_buffered_bytes)
+        self.memo = RequestMemo(self.limits.max_headers)
         self.requests = 0
         self._events: Counter[str] = Counter()
         self.connections: set[ServerConnection] = set()
@@ -179,8 +181,7 @@ class HttpListener:
             task.cancel()
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
-        assert self._calm is not None
-        while self.connections:
+        while self.connections and self._calm is not None:
             self._calm.clear()
             await self._calm.wait()
         if self._server is not None:

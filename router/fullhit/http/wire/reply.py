@@ -114,7 +114,7 @@ class UpstreamResponse(Feeder):
         if self._error is not None:  # known before a byte of the answer has left: the caller can still choose
             self._held.clear()
             raise self._error
-        block = forwarded_block(head.headers, head.names)
+        block = forwarded_block(head)
         if extra_headers:
             block += header_block(extra_headers)
         length = head.content_length

@@ -18,6 +18,7 @@ from .errors import ConnectFailed, UpstreamTimeout
 from .exchange import UpstreamConnection
 from .heads import Headers, request_head
 from .limits import Origin, Timeouts, UpstreamLimits
+from .memo import ResponseMemo
 from .pool import IdleStack
 from .reply import UpstreamResponse
 
@@ -52,6 +53,7 @@ class UpstreamClient:
         self.loop = asyncio.get_running_loop()
         self.scratch = bytearray(SCRATCH_BYTES)
         self.scratch_view = memoryview(self.scratch)
+        self.memo = ResponseMemo(self.limits.max_headers)
         self.stats: Counter[str] = Counter()
         self._on_event = on_event
         self._origins: dict[Origin, OriginState] = {}
