@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from fullhit.config import Config, EncoderGatewayConfig, PoolConfig
+from fullhit.config import Config, ConfigError, EncoderGatewayConfig, PoolConfig
 from fullhit.core import DeviceClass, PoolSettings
 from fullhit.events import IngestSettings, NatsSettings, StreamSettings
 from fullhit.fleet import FleetSettings
 from fullhit.http.encoder import GatewaySettings, PartLimits
 from fullhit.http.encoder.settings import BadImage
 from fullhit.http.wire import ListenerLimits, UpstreamLimits
+from fullhit.rpc.settings import RpcSettings
 from fullhit_publisher.wire import Limits
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "listener_limits",
     "nats_settings",
     "pool_settings",
+    "rpc_settings",
     "upstream_limits",
 ]
 
@@ -67,7 +69,8 @@ def fleet_settings(config: Config) -> FleetSettings:
 def ingest_settings(config: Config) -> IngestSettings:
     """`Ingest`."""
     events = config.events
-    most = max(pool.max_keys_per_worker for pool in config.pool.values())
+    # Beyond the cap of the index a worker is cut short, far beyond it is not believed at all.
+    most = 2 * max(pool.max_keys_per_worker for pool in config.pool.values())
     return IngestSettings(
         stream=StreamSettings(
             plane_grace=events.plane_grace,
@@ -124,3 +127,22 @@ def gateway_settings(gateway: EncoderGatewayConfig) -> GatewaySettings:
         bad_image=cast("BadImage", gateway.bad_image),  # checked by `load_config`
         parts=PartLimits(max_parts=gateway.max_parts),
     )
+
+
+def rpc_settings(config: Config) -> RpcSettings:
+    """`RpcServer`. Raises ConfigError for a certificate that cannot be read."""
+    server = config.server
+    return RpcSettings(
+        key=server.grpc_key,
+        certificate=_file(server.grpc_tls_cert, "server.grpc_tls_cert"),
+        private_key=_file(server.grpc_tls_key, "server.grpc_tls_key"),
+        client_ca=_file(server.grpc_client_ca, "server.grpc_client_ca"),
+        max_message_bytes=server.grpc_max_message_bytes,
+    )
+
+
+def _file(path: str, key: str) -> bytes:
+    try:
+        return Path(path).read_bytes() if path else b""
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", key) from None
