@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: venv demo test lint bench sglang clean help
+.PHONY: venv demo test lint bench proto sglang clean help
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -29,6 +29,9 @@ lint: $(STAMP)  ## ruff and mypy --strict
 
 bench: $(STAMP)  ## one table: figure, budget, ratio
 	$(BIN)/fullhit bench $(ARGS)
+
+proto: $(STAMP)  ## generate the gRPC stubs in router/fullhit/rpc/v1 from proto/
+	$(BIN)/python -m grpc_tools.protoc -I fullhit/rpc/v1=proto/fullhit/v1 --python_out=router --pyi_out=router --grpc_python_out=router fullhit/rpc/v1/router.proto
 
 sglang: $(STAMP)  ## end to end with unmodified SGLang on the CPU (builds and caches its own environment)
 	$(BIN)/python -m tests.sglang $(ARGS)

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from aiohttp import web
@@ -24,14 +24,20 @@ import fullhit
 from fullhit import settings as build
 from fullhit.config import Config, ConfigError, WorkerConfig, parse_address
 from fullhit.core import Pool
-from fullhit.events import EmbeddedNats, EmbeddedNatsError, EventPlane, Ingest, NatsPlane
+from fullhit.decision import DecisionService, DecisionSettings
+from fullhit.events import EmbeddedNats, EmbeddedNatsError, EventPlane, NatsPlane
+from fullhit.events.linked import LinkedIngest
 from fullhit.events.no_plane import NoPlane
 from fullhit.fleet import Fleet, HealthSupervisor
-from fullhit.http.admin import AdminContext, AdminSettings, build_admin_app
+from fullhit.http.admin import AdminContext, AdminSettings, build_admin_app, readiness
 from fullhit.http.encoder import EncoderGateway, sglang_error
 from fullhit.http.wire import HttpListener, UpstreamClient
+from fullhit.rpc import LinePlane, RpcMissing, load_server
 from fullhit.telemetry import DecisionLines, Log, LogFormat, LoopLag, Metrics, Telemetry, bridge_logging
 from fullhit_publisher.wire import Heartbeat
+
+if TYPE_CHECKING:
+    from fullhit.rpc.server import RpcServer
 
 __all__ = ["Router", "serve"]
 
@@ -65,7 +71,7 @@ class Router:
         metrics = Metrics(self.pools)
         self.telemetry = Telemetry(metrics, log, decisions=cast("DecisionLines", config.log.decisions))
         self.fleet = Fleet(self.pools, build.fleet_settings(config), clock=clock, observer=self.telemetry)
-        self.ingest = Ingest(
+        self.ingest = LinkedIngest(
             self.pools,
             build.ingest_settings(config),
             clock=clock,
@@ -77,6 +83,9 @@ class Router:
         self.fleet.on_added.append(self.ingest.worker_added)
         self.fleet.on_removed.append(self.ingest.worker_removed)
         self.fleet.on_removed.append(self.telemetry.worker_removed)
+        self.service = DecisionService(
+            self.pools, self.fleet, self.telemetry, DecisionSettings(config.encoder_gateway.pool), clock=clock
+        )
         self.supervisor = HealthSupervisor(self.fleet, clock=clock)
         self.client = UpstreamClient(build.upstream_limits(config.encoder_gateway))
         home = config.encoder_gateway.pool
@@ -97,6 +106,8 @@ class Router:
         self.plane: EventPlane | None = None
         self.draining = False
         self._admin: web.AppRunner | None = None
+        self._context: AdminContext | None = None
+        self._rpc: RpcServer | None = None
         self._listening = False
         self._clock = clock
         self._add_gauges(metrics)
@@ -118,11 +129,13 @@ class Router:
         await self.supervisor.start()
         data = await self._listen_data()
         admin = await self._listen_admin()
+        rpc = await self._listen_rpc() if self.config.server.grpc_listen else None
         self.lag.start()
         self.log.event(
             "listening",
             data=f"http://{data}",
             admin=f"http://{admin}",
+            **({"grpc": rpc} if rpc else {}),
             event_plane=self.plane.status().url or "none",
             workers=len(self.fleet),
             version=fullhit.__version__,
@@ -144,6 +157,7 @@ class Router:
             )
         for name, ending in (
             ("listener", self.listener.close if self._listening else None),
+            ("grpc", self._rpc.stop if self._rpc is not None else None),
             ("upstream", self.client.close),
             ("health", self.supervisor.stop),
             ("event plane", self.plane.close if self.plane is not None else None),
@@ -199,7 +213,9 @@ class Router:
             streams=self._streams,
             oldest_inflight=self.gateway.oldest_inflight,
             draining=lambda: self.draining,
+            service=self.service,
         )
+        self._context = context
         self._admin = web.AppRunner(build_admin_app(context), access_log=None, handle_signals=False)
         await self._admin.setup()
         site = web.TCPSite(self._admin, address.host, address.port)
@@ -210,6 +226,25 @@ class Router:
         host, port = self._admin.addresses[0][:2]
         return str(address._replace(host=str(host), port=int(port)))
 
+    async def _listen_rpc(self) -> str:
+        address = parse_address(self.config.server.grpc_listen, "server.grpc_listen")
+        context = self._context
+        assert context is not None
+        try:
+            server = load_server()(
+                self.service,
+                LinePlane(self.ingest, self.fleet),
+                build.rpc_settings(self.config),
+                ready=lambda: bool(readiness(context)["ready"]),
+            )
+            host, port = await server.start(address.host, address.port)
+        except RpcMissing as error:
+            raise StartError(f"server.grpc_listen is set, but {error}") from None
+        except (OSError, ValueError) as error:
+            raise StartError(f"cannot listen on {address} (server.grpc_listen): {error}") from None
+        self._rpc = server
+        return str(address._replace(host=host, port=port))
+
     def _plane_status(self) -> Mapping[str, Any]:
         if self.plane is None:
             return {"connected": False, "error": "not started"}
@@ -219,7 +254,15 @@ class Router:
         return status
 
     def _streams(self) -> dict[tuple[str, str], Mapping[str, Any]]:
-        return {(row.pool, row.worker): msgspec.to_builtins(row) for row in self.ingest.status()}
+        return {
+            (row.pool, row.worker): {
+                **msgspec.to_builtins(row),
+                # 64-bit numbers are text in JSON: JavaScript rounds them.
+                "worker_id": str(row.worker_id),
+                "epoch": None if row.epoch is None else str(row.epoch),
+            }
+            for row in self.ingest.status()
+        }
 
     def _unknown_worker(self, pool: str, heartbeat: Heartbeat) -> None:
         self.fleet.discover(pool, heartbeat)

@@ -78,6 +78,10 @@ SETTINGS: tuple[Setting, ...] = (
             "metrics, health, workers, decisions (default 127.0.0.1:8781)"),
     Setting("--admin-key-file", "FULLHIT_ADMIN_KEY_FILE", "server.admin_key_file", "FILE",
             "file with the key that admin requests must carry as a bearer token; needed off loopback"),
+    Setting("--grpc-listen", "FULLHIT_GRPC_LISTEN", "server.grpc_listen", "HOST:PORT",
+            "where the decision API answers over gRPC (default off; needs the extra fullhit[grpc])"),
+    Setting("--grpc-key-file", "FULLHIT_GRPC_KEY_FILE", "server.grpc_key_file", "FILE",
+            "file with the key that gRPC calls must carry as a bearer token; needed off loopback"),
     Setting("--event-plane", "FULLHIT_EVENT_PLANE", "events.plane", "PLANE",
             "embedded[:PORT] (a NATS server started and stopped with the router, port 4222 unless given, 0 = any), "
             "nats://HOST:PORT[,HOST:PORT], tls://..., or none (default embedded)"),
@@ -100,7 +104,8 @@ SETTINGS: tuple[Setting, ...] = (
 ENCODER_URLS_ENV = "FULLHIT_ENCODER_URLS"
 CONFIG_ENV = "FULLHIT_CONFIG"
 ADMIN_KEY_ENV = "FULLHIT_ADMIN_KEY"
-_OTHER_ENV = frozenset({ENCODER_URLS_ENV, CONFIG_ENV, ADMIN_KEY_ENV, "FULLHIT_ADMIN_URL"})
+GRPC_KEY_ENV = "FULLHIT_GRPC_KEY"
+_OTHER_ENV = frozenset({ENCODER_URLS_ENV, CONFIG_ENV, ADMIN_KEY_ENV, GRPC_KEY_ENV, "FULLHIT_ADMIN_URL"})
 """FULLHIT_ names that are read elsewhere; any other unknown one is reported as a likely spelling mistake."""
 
 
@@ -138,6 +143,8 @@ def load_config(
     _merge_urls(tree, encoder_urls)
     if environ.get(ADMIN_KEY_ENV):
         _put(tree, "server.admin_key", environ[ADMIN_KEY_ENV])
+    if environ.get(GRPC_KEY_ENV):
+        _put(tree, "server.grpc_key", environ[GRPC_KEY_ENV])
     try:
         config = msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as error:
@@ -155,8 +162,9 @@ def load_config(
 def effective(config: Config) -> dict[str, Any]:
     """The configuration in force as plain data, secrets masked."""
     data: dict[str, Any] = msgspec.to_builtins(config)
-    if data["server"]["admin_key"]:
-        data["server"]["admin_key"] = "***"
+    for name in ("admin_key", "grpc_key"):
+        if data["server"][name]:
+            data["server"][name] = "***"
     plane = urlsplit(config.events.plane.split(",")[0])
     if plane.password or plane.username:
         data["events"]["plane"] = re.sub(r"//[^@/,]*@", "//***@", config.events.plane)
@@ -234,12 +242,11 @@ def _check(config: Config) -> None:
     parse_address(server.listen, "server.listen")
     admin = parse_address(server.admin_listen, "server.admin_listen")
     if server.admin_key_file:
-        try:
-            server.admin_key = Path(server.admin_key_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {server.admin_key_file}: {error}", "server.admin_key_file") from None
-        if not server.admin_key:
-            raise ConfigError(f"{server.admin_key_file} is empty", "server.admin_key_file")
+        server.admin_key = _key_from(server.admin_key_file, "server.admin_key_file")
+    if server.grpc_key_file:
+        server.grpc_key = _key_from(server.grpc_key_file, "server.grpc_key_file")
+    if server.grpc_listen:
+        _check_grpc(server)
     if not admin.loopback and not server.admin_key:
         raise ConfigError(
             f"{admin} can be reached from other machines, so a key is needed: set server.admin_key_file "
@@ -275,6 +282,32 @@ def _check(config: Config) -> None:
     _one_of(config.log.level, ("debug", "info", "warning", "error"), "log.level")
     _one_of(config.log.format, ("auto", "json", "text"), "log.format")
     _one_of(config.log.decisions, ("all", "errors", "off"), "log.decisions")
+
+
+def _key_from(path: str, key: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", key) from None
+    if not text:
+        raise ConfigError(f"{path} is empty", key)
+    return text
+
+
+def _check_grpc(server: ServerConfig) -> None:
+    address = parse_address(server.grpc_listen, "server.grpc_listen")
+    if not address.loopback and not server.grpc_key:
+        raise ConfigError(
+            f"{address} can be reached from other machines, so a key is needed: set server.grpc_key_file "
+            f"(or {GRPC_KEY_ENV}), or listen on 127.0.0.1",
+            "server.grpc_listen",
+        )
+    if bool(server.grpc_tls_cert) != bool(server.grpc_tls_key):
+        raise ConfigError("a certificate and its key go together: set server.grpc_tls_cert and server.grpc_tls_key",
+                          "server.grpc_tls_cert")  # fmt: skip
+    if server.grpc_client_ca and not server.grpc_tls_cert:
+        raise ConfigError("client certificates need TLS: set server.grpc_tls_cert too", "server.grpc_client_ca")
+    _positive(server, "server", ("grpc_max_message_bytes",))
 
 
 def _check_events(events: EventsConfig) -> None:

@@ -80,6 +80,13 @@ class ServerConfig(Table):
     admin_listen: str = "127.0.0.1:8781"
     admin_key: str = ""
     admin_key_file: str = ""
+    grpc_listen: str = ""
+    grpc_key: str = ""
+    grpc_key_file: str = ""
+    grpc_tls_cert: str = ""
+    grpc_tls_key: str = ""
+    grpc_client_ca: str = ""
+    grpc_max_message_bytes: int = 64 * MIB
     max_body_bytes: int = 512 * MIB
     max_buffered_bytes: int = 4 * GIB
     max_connections: int = 10_000

@@ -10,8 +10,9 @@ import msgspec
 from aiohttp import web
 
 from fullhit.core.pool import Pool
+from fullhit.decision.leases import Leases
+from fullhit.decision.service import DecisionService, DecisionSettings
 from fullhit.fleet.registry import Fleet
-from fullhit.http.leases import Leases
 from fullhit.telemetry.facade import Telemetry
 
 __all__ = ["CONTEXT", "AdminContext", "AdminError", "AdminSettings", "json_reply", "read_json"]
@@ -36,7 +37,8 @@ class AdminContext:
 
     ``plane_status``: JSON-ready facts about the event plane; ``connected`` False makes the router degraded, ``error``
     says why. ``streams``: the same for each worker's stream, by (pool, worker id). ``oldest_inflight``: age in seconds
-    of each worker's oldest request. ``draining``: whether the router is about to leave.
+    of each worker's oldest request. ``draining``: whether the router is about to leave. ``service``: who chooses for
+    callers outside; made from the rest unless one is shared with another listener.
     """
 
     pools: Mapping[str, Pool]
@@ -48,12 +50,25 @@ class AdminContext:
     streams: Callable[[], Mapping[tuple[str, str], object]] = dict
     oldest_inflight: Callable[[], Mapping[str, float]] = dict
     draining: Callable[[], bool] = lambda: False
-    leases: Leases = field(init=False)
+    service: DecisionService = None  # type: ignore[assignment]  # set below
     started_at: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.leases = Leases(self.settings.lease_seconds, self.settings.max_leases, clock=self.clock)
+        if self.service is None:
+            settings = self.settings
+            self.service = DecisionService(
+                self.pools,
+                self.fleet,
+                self.telemetry,
+                DecisionSettings(settings.default_pool, settings.lease_seconds, max_leases=settings.max_leases),
+                clock=self.clock,
+            )
         self.started_at = self.clock()
+
+    @property
+    def leases(self) -> Leases:
+        """The slots lent to callers outside."""
+        return self.service.leases
 
 
 CONTEXT = web.AppKey("context", AdminContext)

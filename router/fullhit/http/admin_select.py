@@ -1,8 +1,8 @@
 """Admin routes that ask for choices and explain them: ``/select``, ``/release``, ``/decisions``.
 
-``POST /select`` takes the in-flight slot in the same step as it chooses, like the gateway does, and lends it to the
-caller: the answer's ``lease_id`` goes to ``POST /release`` when the request is over, or the slot returns by itself
-after ``lease_seconds``. With ``dry_run`` nothing is taken and nothing has to be released.
+The HTTP door of the decision service (`fullhit.decision`): bodies in, `DecisionService` asked, JSON out. The answer's
+``lease_id`` goes to ``POST /release`` when the request is over, or the slot returns by itself after
+``lease_seconds``. With ``dry_run`` nothing is taken and nothing has to be released. 64-bit numbers are text.
 """
 
 from __future__ import annotations
@@ -15,35 +15,41 @@ import msgspec
 from aiohttp import web
 
 from fullhit.core.decision import Decision
-from fullhit.core.types import NoEligibleWorker, Reason, SelectRequest
-from fullhit.http.admin_base import CONTEXT, AdminContext, AdminError, json_reply, read_json
-from fullhit.http.leases import Leases, TooManyLeases
-from fullhit_publisher.identity import normalize_url, worker_id_for
-from fullhit_publisher.keys import Key, fold, item_key
+from fullhit.core.types import Reason
+from fullhit.decision.service import DecisionError, SelectCall, Selected, keep_leases
+from fullhit.http.admin_base import CONTEXT, AdminError, json_reply, read_json
+from fullhit_publisher.identity import worker_id_for
 
-__all__ = ["add_select_routes"]
+__all__ = ["ReleaseBody", "SelectBody", "add_select_routes"]
 
-MAX_ITEMS = 10_000
-"""Keys and items of one choice; far above any prompt."""
 MAX_DECISIONS = 1_000
+_STATUS = {"invalid_request": 400, "unknown_pool": 404, "unknown_decision": 404, "too_many_leases": 429}
 
 
 class SelectBody(msgspec.Struct, forbid_unknown_fields=True):
-    """``keys``: texts as an encoder would publish them. ``items``: elements of ``mm_items``, strings or objects."""
+    """``keys``: texts as an encoder would publish them. ``items``: elements of ``mm_items``, strings or objects.
+
+    ``sglang_encode`` and ``openai_chat``: a whole body of that kind, as an object; all of these add up.
+    """
 
     pool: str | None = None
     keys: list[str] = []
     items: list[Any] = []
     modality: str = "IMAGE"
+    sglang_encode: msgspec.Raw = msgspec.Raw()
+    openai_chat: msgspec.Raw = msgspec.Raw()
     exclude: list[str] = []
     dry_run: bool = False
     request_id: str = ""
+    lease_seconds: float = 0.0
 
 
 class ReleaseBody(msgspec.Struct, forbid_unknown_fields=True):
-    """``lease_id`` as `/select` gave it."""
+    """``lease_id`` as `/select` gave it, or the ``request_id`` (and ``pool``) of the `/select`."""
 
-    lease_id: str
+    lease_id: str = ""
+    request_id: str = ""
+    pool: str = ""
 
 
 def add_select_routes(app: web.Application) -> None:
@@ -56,90 +62,69 @@ def add_select_routes(app: web.Application) -> None:
 
 
 async def _select(request: web.Request) -> web.Response:
-    context = request.app[CONTEXT]
+    service = request.app[CONTEXT].service
     wanted = await read_json(request, SelectBody)
-    name = wanted.pool or context.settings.default_pool
-    pool = context.pools.get(name)
-    if pool is None:
-        raise AdminError(404, "unknown_pool", f"no pool {name!r}; the pools are {', '.join(sorted(context.pools))}")
-    if not wanted.dry_run and context.leases.full:
-        raise AdminError(429, "too_many_leases", "too many leases are open; POST /release finished ones")
-    try:
-        decision = pool.select(_select_request(wanted))
-    except NoEligibleWorker as error:
-        raise AdminError(503, error.kind, str(error), {"Retry-After": "1"} if error.retryable else None) from None
-    lease_id = _lend(context, name, decision)
-    if not wanted.dry_run:
-        context.telemetry.decision(decision, api="select")
-    worker = decision.worker
-    return json_reply(
-        {
-            "worker": {
-                "id": worker.id,
-                "url": worker.url,
-                "worker_id": str(worker_id_for(worker.id)),
-                "device": worker.device,
-            },
-            "reason": str(decision.reason),
-            "decision_id": decision.id,
-            "dry_run": wanted.dry_run,
-            "lease_id": lease_id,
-            "lease_seconds": context.leases.seconds if lease_id else None,
-            "decision": decision.record(),
-        }
-    )
-
-
-def _lend(context: AdminContext, pool: str, decision: Decision) -> str | None:
-    if decision.ticket is None:
-        return None
-    try:
-        return context.leases.open(pool, decision).id
-    except TooManyLeases as error:
-        raise AdminError(429, "too_many_leases", str(error)) from None
-
-
-def _select_request(wanted: SelectBody) -> SelectRequest:
-    if len(wanted.keys) + len(wanted.items) > MAX_ITEMS:
-        raise AdminError(400, "invalid_request", f"more than {MAX_ITEMS} keys and items")
-    keys: dict[Key, None] = {fold(text): None for text in wanted.keys}
-    unkeyed = 0
-    for item in wanted.items:
-        key = item_key(item, wanted.modality)
-        if key is None:
-            unkeyed += 1
-        else:
-            keys[key] = None
-    return SelectRequest(
-        keys=tuple(keys),
-        items=len(wanted.keys) + len(wanted.items),
-        request_id=wanted.request_id[:256],
-        exclude=frozenset(map(_worker_name, wanted.exclude)),
+    call = SelectCall(
+        pool=wanted.pool or "",
+        keys=wanted.keys,
+        items=wanted.items,
+        modality=wanted.modality,
+        sglang_encode=bytes(wanted.sglang_encode) or None,
+        openai_chat=bytes(wanted.openai_chat) or None,
+        exclude=wanted.exclude,
+        request_id=wanted.request_id,
+        lease_seconds=wanted.lease_seconds,
         dry_run=wanted.dry_run,
-        unkeyed=unkeyed,
     )
-
-
-def _worker_name(text: str) -> str:
     try:
-        return normalize_url(text)
-    except ValueError as error:
-        raise AdminError(400, "invalid_request", f"exclude holds worker URLs: {error}") from None
+        selected = service.select(call)
+    except DecisionError as error:
+        raise _refusal(error) from None
+    return json_reply(_selected(selected))
+
+
+def _selected(selected: Selected) -> dict[str, Any]:
+    decision, lease = selected.decision, selected.lease
+    worker = decision.worker
+    return {
+        "worker": {
+            "id": worker.id,
+            "url": worker.url,
+            "worker_id": str(worker_id_for(worker.id)),
+            "device": worker.device,
+        },
+        "pool": decision.pool,
+        "reason": str(decision.reason),
+        "decision_id": str(decision.id),
+        "request_id": decision.request_id,
+        "dry_run": lease is None,
+        "lease_id": None if lease is None else lease.id,
+        "lease_seconds": None if lease is None else selected.seconds,
+        "repeated_call": selected.repeated,
+        "decision": decision.record(),
+    }
+
+
+def _refusal(error: DecisionError) -> AdminError:
+    status = _STATUS.get(error.code, 503)
+    return AdminError(status, error.code, str(error), {"Retry-After": "1"} if error.retryable else None)
 
 
 async def _release(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     wanted = await read_json(request, ReleaseBody)
-    context.leases.expire()
-    lease = context.leases.release(wanted.lease_id)
+    try:
+        lease = context.service.release(wanted.lease_id, request_id=wanted.request_id, pool=wanted.pool).lease
+    except DecisionError as error:
+        raise _refusal(error) from None
     if lease is None:
         raise AdminError(
             404,
             "unknown_lease",
-            f"no open lease {wanted.lease_id[:64]!r}: released before, or taken back after "
+            f"no open lease {(wanted.lease_id or wanted.request_id)[:64]!r}: released before, or taken back after "
             f"{context.leases.seconds:g} s",
         )
-    return json_reply({"released": True, "worker": lease.decision.worker.id, "decision_id": lease.decision.id})
+    return json_reply({"released": True, "worker": lease.decision.worker.id, "decision_id": str(lease.decision.id)})
 
 
 async def _decisions(request: web.Request) -> web.Response:
@@ -169,10 +154,10 @@ async def _decisions(request: web.Request) -> web.Response:
 
 async def _decision(request: web.Request) -> web.Response:
     id = _whole(request.match_info["id"], "id", 1 << 62)
-    record = request.app[CONTEXT].telemetry.find_decision(id, request.query.get("pool"))
-    if record is None:
-        raise AdminError(404, "unknown_decision", f"no decision {id} among the latest; older ones are forgotten")
-    return json_reply(record)
+    try:
+        return json_reply(request.app[CONTEXT].service.explain(id, pool=request.query.get("pool", "")))
+    except DecisionError as error:
+        raise _refusal(error) from None
 
 
 def _whole(text: str, name: str, most: int) -> int:
@@ -183,20 +168,8 @@ def _whole(text: str, name: str, most: int) -> int:
 
 async def _expire_leases(app: web.Application) -> AsyncIterator[None]:
     context = app[CONTEXT]
-    task = asyncio.create_task(_take_back(context, context.leases), name="fullhit-leases")
+    task = asyncio.create_task(keep_leases(context.service), name="fullhit-leases")
     yield
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     context.leases.release_all()
-
-
-async def _take_back(context: AdminContext, leases: Leases) -> None:
-    while True:
-        for lease in leases.expire():
-            context.telemetry.limited(
-                "lease-expired", "lease_expired", worker=lease.decision.worker.id, decision=lease.decision.id
-            )
-        ends = leases.ends_next
-        # A lease opened meanwhile ends later than this sleep does: all last equally long.
-        pause = leases.seconds if ends is None else max(0.0, ends - context.clock())
-        await asyncio.sleep(min(pause, leases.seconds) + 0.001)

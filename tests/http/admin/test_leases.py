@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullhit.core import Pool, SelectRequest, WorkerSpec
-from fullhit.http.leases import Leases, TooManyLeases
+from fullhit.decision.leases import Leases, TooManyLeases
 
 A = "http://127.0.0.1:1001"
 

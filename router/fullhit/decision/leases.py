@@ -1,0 +1,125 @@
+"""In-flight slots lent to callers outside: each has a number and an end.
+
+Whoever asks for a choice and forwards the request itself must say when it is done; if it dies instead, its slot comes
+back when its lease ends. Leases may last differently, so their ends wait in a heap; a lease that was released stays
+there as a number nobody knows any more, and the heap is built anew when such numbers are the most of it.
+
+A lease remembers the request id and the content it was opened for. That makes asking twice harmless: a caller that
+never saw the answer asks again and gets the same lease, not a second slot.
+"""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from fullhit.core.decision import Decision
+
+__all__ = ["Lease", "Leases", "TooManyLeases"]
+
+_SPARE_ENDS = 1_024
+
+
+class TooManyLeases(Exception):
+    """The bound on open leases is reached; the caller should release what it has finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A decision whose slot is held until ``ends_at`` (monotonic seconds)."""
+
+    id: str
+    pool: str
+    decision: Decision
+    ends_at: float
+    content: Hashable = None
+    """What was asked for; equal content under one request id is the same question."""
+
+
+class Leases:
+    """Open leases. Pure but for the clock; call `expire` now and then (`ends_next` says when it is worth while).
+
+    ``seconds``: how long a lease lasts unless it is opened with a time of its own.
+    """
+
+    def __init__(self, seconds: float = 60.0, limit: int = 10_000, *, clock: Callable[[], float]) -> None:
+        self.seconds = seconds
+        self._limit = limit
+        self._clock = clock
+        self._open: dict[str, Lease] = {}
+        self._ends: list[tuple[float, str]] = []
+        self._of_request: dict[tuple[str, str], str] = {}
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def full(self) -> bool:
+        """No further lease can be opened."""
+        return len(self._open) >= self._limit
+
+    @property
+    def ends_next(self) -> float | None:
+        """When the next lease ends."""
+        while self._ends and self._ends[0][1] not in self._open:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else None
+
+    def open(self, pool: str, decision: Decision, seconds: float | None = None, *, content: Hashable = None) -> Lease:
+        """Lend the slot of ``decision``. Raises `TooManyLeases`, and gives the slot back, when the bound is reached."""
+        if self.full:
+            if decision.ticket is not None:
+                decision.ticket.release()
+            raise TooManyLeases(f"{self._limit} leases are open; release finished ones")
+        ends_at = self._clock() + (self.seconds if seconds is None else seconds)
+        lease = Lease(secrets.token_hex(8), pool, decision, ends_at, content)
+        self._open[lease.id] = lease
+        if len(self._ends) > 2 * len(self._open) + _SPARE_ENDS:
+            self._ends = [(one.ends_at, one.id) for one in self._open.values()]
+            heapq.heapify(self._ends)
+        else:
+            heapq.heappush(self._ends, (ends_at, lease.id))
+        if decision.request_id:
+            self._of_request[pool, decision.request_id] = lease.id
+        return lease
+
+    def left(self, lease: Lease) -> float:
+        """Seconds until it ends."""
+        return max(0.0, lease.ends_at - self._clock())
+
+    def find(self, pool: str, request_id: str) -> Lease | None:
+        """The open lease that a request id got last."""
+        id = self._of_request.get((pool, request_id))
+        return None if id is None else self._open.get(id)
+
+    def release(self, id: str) -> Lease | None:
+        """Give the slot back; None when there is no such lease (released before, or expired)."""
+        lease = self._open.pop(id, None)
+        if lease is None:
+            return None
+        name = (lease.pool, lease.decision.request_id)
+        if self._of_request.get(name) == id:
+            del self._of_request[name]
+        if lease.decision.ticket is not None:
+            lease.decision.ticket.release()
+        return lease
+
+    def expire(self) -> list[Lease]:
+        """Take back the slots of leases whose time is over."""
+        if not self._ends:
+            return []
+        now, over = self._clock(), []
+        while self._ends and self._ends[0][0] <= now:
+            lease = self.release(heapq.heappop(self._ends)[1])
+            if lease is not None:
+                over.append(lease)
+        self.expired += len(over)
+        return over
+
+    def release_all(self) -> None:
+        """Shutdown: give every slot back."""
+        for id in list(self._open):
+            self.release(id)

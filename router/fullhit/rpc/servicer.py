@@ -1,0 +1,262 @@
+"""`fullhit.v1.Router`: each call hands its question to the decision service or to a line, and maps the answer.
+
+How calls end. A unary call does all its work between two awaits, so a client's cancellation or deadline finds it
+either before it took a slot or after its answer was given; in the second case, if the answer cannot be delivered any
+more, the slot is given back at once instead of when its lease ends. Streams end in `finally`, whatever ended them: the
+client, the deadline, a lost connection, or the router's own shutdown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from fullhit.decision import DecisionError, DecisionService, WorkerWatch
+from fullhit.rpc.messages import change_message, explain_reply, line_worker, select_call, select_reply, worker_message
+from fullhit.rpc.plane import Line, LineClosed, LinePlane
+from fullhit.rpc.settings import RpcSettings
+from fullhit.rpc.v1 import router_pb2 as pb
+from fullhit_publisher.identity import worker_id_for
+
+__all__ = ["CODE_METADATA", "SERVICE", "RouterServicer"]
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Router"].full_name
+
+CODE_METADATA = "fullhit-code"
+"""Trailing metadata of a refusal: its code, as the JSON door has it in ``error.code``."""
+
+_STATUS = {
+    "invalid_request": grpc.StatusCode.INVALID_ARGUMENT,
+    "unknown_pool": grpc.StatusCode.NOT_FOUND,
+    "unknown_decision": grpc.StatusCode.NOT_FOUND,
+    "too_many_leases": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "empty_pool": grpc.StatusCode.FAILED_PRECONDITION,
+    "all_busy": grpc.StatusCode.UNAVAILABLE,
+    "all_down": grpc.StatusCode.UNAVAILABLE,
+    "all_excluded": grpc.StatusCode.UNAVAILABLE,
+    "replaced": grpc.StatusCode.ABORTED,
+    "removed": grpc.StatusCode.NOT_FOUND,
+    "leaving": grpc.StatusCode.UNAVAILABLE,
+    "too_many_watchers": grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+Context = Any
+"""`grpc.aio.ServicerContext`; the library ships no types."""
+
+
+class RouterServicer:
+    """See the module text. Lives in the router's loop; `handler` is what a server is given."""
+
+    def __init__(self, service: DecisionService, plane: LinePlane, settings: RpcSettings) -> None:
+        self._service = service
+        self._plane = plane
+        self._settings = settings
+        self._leaving = asyncio.Event()
+        self._stir = asyncio.Event()
+        self.watchers = 0
+        """Open WatchWorkers streams."""
+        self.undelivered = 0
+        """Choices whose caller had gone when they were made; their slots were given back."""
+        for hooks in (service.fleet.on_added, service.fleet.on_removed):
+            hooks.append(self._stirred)
+
+    def handler(self) -> Any:
+        """The service for `grpc.aio.Server.add_generic_rpc_handlers`.
+
+        Messages are read here and not by the library, which would answer garbage with UNKNOWN and write a traceback
+        for each.
+        """
+        unary, write = grpc.unary_unary_rpc_method_handler, {"response_serializer": _serialize}
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Select": unary(_reading(pb.SelectRequest, self.Select), **write),
+                "Release": unary(_reading(pb.ReleaseRequest, self.Release), **write),
+                "Explain": unary(_reading(pb.ExplainRequest, self.Explain), **write),
+                "ListWorkers": unary(_reading(pb.ListWorkersRequest, self.ListWorkers), **write),
+                "WatchWorkers": grpc.unary_stream_rpc_method_handler(
+                    _reading(pb.WatchWorkersRequest, self.WatchWorkers), **write
+                ),
+                "RegisterWorker": grpc.stream_stream_rpc_method_handler(self.RegisterWorker, **write),
+            },
+        )
+
+    def leave(self) -> None:
+        """End all streams with UNAVAILABLE; the server is about to stop."""
+        for hooks in (self._service.fleet.on_added, self._service.fleet.on_removed):
+            if self._stirred in hooks:
+                hooks.remove(self._stirred)
+        self._leaving.set()
+        self._stir.set()
+
+    # -- unary calls
+
+    async def Select(self, request: pb.SelectRequest, context: Context) -> pb.SelectReply:
+        left = context.time_remaining()
+        if left is not None and left <= 0:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline had passed before the choice")
+        service = self._service
+        try:
+            selected = service.select(select_call(request))
+        except DecisionError as error:
+            await _refuse(context, error.code, str(error))
+        lease = selected.lease
+        if lease is not None and not selected.repeated:
+
+            def done(ended: Context) -> None:
+                if ended.cancelled() and service.leases.release(lease.id) is not None:
+                    self.undelivered += 1
+
+            context.add_done_callback(done)
+        return select_reply(selected, request.candidates)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+        try:
+            lease = self._service.release(request.lease_id, request_id=request.request_id, pool=request.pool).lease
+        except DecisionError as error:
+            await _refuse(context, error.code, str(error))
+        if lease is None:
+            return pb.ReleaseReply(released=False)
+        return pb.ReleaseReply(released=True, worker=lease.decision.worker.id, decision_id=lease.decision.id)
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainReply:
+        try:
+            record = self._service.explain(request.decision_id, request_id=request.request_id, pool=request.pool)
+        except DecisionError as error:
+            await _refuse(context, error.code, str(error))
+        return explain_reply(record)
+
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersReply:
+        return pb.ListWorkersReply(workers=map(worker_message, self._service.workers(request.pool)))
+
+    # -- streams
+
+    async def WatchWorkers(self, request: pb.WatchWorkersRequest, context: Context) -> None:
+        if self.watchers >= self._settings.max_watchers:
+            await _refuse(context, "too_many_watchers", f"{self.watchers} streams watch already")
+        self.watchers += 1
+        try:
+            watch: WorkerWatch = self._service.watch(request.pool)
+            await context.write(change_message(watch.news(), initial=True))
+            while not self._leaving.is_set():
+                try:
+                    async with asyncio.timeout(self._settings.watch_interval):
+                        await self._stir.wait()
+                except TimeoutError:
+                    pass
+                news = watch.news()
+                if news.changed or news.gone:
+                    await context.write(change_message(news))
+            await _refuse(context, "leaving", "the router is leaving")
+        finally:
+            self.watchers -= 1
+
+    async def RegisterWorker(self, said: AsyncIterator[bytes], context: Context) -> AsyncIterator[pb.RouterMessage]:
+        messages = _messages(said)
+        line = await self._open(messages, context)
+        listening = asyncio.create_task(_listen(line, messages), name=f"fullhit-line {line.worker}")
+        asking: asyncio.Task[int] | None = None
+        try:
+            welcome = pb.Welcome(worker_id=worker_id_for(line.worker), pool=line.pool)
+            yield pb.RouterMessage(welcome=welcome)
+            while True:
+                asking = asking or asyncio.create_task(line.request())
+                await asyncio.wait({asking, listening}, return_when=asyncio.FIRST_COMPLETED)
+                if listening.done():
+                    listening.result()  # the peer has said all, or something it should not
+                    return
+                request_id, asking = await asking, None
+                yield pb.RouterMessage(snapshot_request=pb.SnapshotRequest(request_id=request_id))
+        except LineClosed as closed:
+            await _refuse(context, closed.code, str(closed))
+        except DecisionError as error:
+            await _refuse(context, error.code, str(error))
+        finally:
+            line.close()
+            for task in (listening, asking):
+                if task is not None:
+                    task.cancel()
+            await asyncio.gather(*filter(None, (listening, asking)), return_exceptions=True)
+
+    async def _open(self, messages: AsyncIterator[pb.WorkerMessage], context: Context) -> Line:
+        try:
+            first = await anext(messages, None)
+            if first is None or first.WhichOneof("message") != "hello":
+                raise DecisionError("invalid_request", "the first message must be a hello")
+            if self._leaving.is_set():
+                raise DecisionError("leaving", "the router is leaving")
+            return self._plane.open(line_worker(first.hello))
+        except DecisionError as error:
+            return await _refuse(context, error.code, str(error))
+        except ValueError as error:
+            return await _refuse(context, "invalid_request", f"hello: {error}")
+
+    def _stirred(self, pool: str, worker: str) -> None:
+        """Somebody came or went: watchers look at once, all in the same turn of the loop."""
+        self._stir.set()
+        asyncio.get_running_loop().call_soon(self._stir.clear)
+
+
+_Read = TypeVar("_Read")
+_Said = TypeVar("_Said")
+
+
+def _reading(
+    kind: Callable[[], _Read], method: Callable[[_Read, Context], Awaitable[_Said]]
+) -> Callable[[bytes, Context], Awaitable[_Said]]:
+    """The method, for a request still in bytes."""
+    read: Callable[[bytes], _Read] = kind.FromString  # type: ignore[attr-defined]  # every message class has it
+
+    async def call(data: bytes, context: Context) -> _Said:
+        try:
+            request = read(data)
+        except DecodeError:
+            await _refuse(context, "invalid_request", f"the request is no {kind.__name__}")
+        return await method(request, context)
+
+    return call
+
+
+async def _messages(said: AsyncIterator[bytes]) -> AsyncIterator[pb.WorkerMessage]:
+    async for data in said:
+        try:
+            message = pb.WorkerMessage.FromString(data)
+        except DecodeError:
+            raise DecisionError("invalid_request", "the message is no WorkerMessage") from None
+        yield message
+
+
+def _serialize(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
+async def _listen(line: Line, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+    """Hand in what the encoder says until it has said all. Raises `DecisionError` for what it must not say."""
+    async for message in messages:
+        kind = message.WhichOneof("message")
+        if kind == "heartbeat":
+            beat = message.heartbeat
+            line.heartbeat(**{field.name: getattr(beat, field.name) for field in beat.DESCRIPTOR.fields})
+        elif kind == "delta":
+            delta = message.delta
+            line.delta(list(delta.added_keys), list(delta.removed_keys), delta.epoch, delta.seq, delta.resync)
+        elif kind == "snapshot":
+            part = message.snapshot
+            line.snapshot(
+                list(part.keys), request_id=part.request_id, epoch=part.epoch, seq=part.seq, part=part.part,
+                parts=part.parts,
+            )  # fmt: skip
+        elif kind == "hello":
+            raise DecisionError("invalid_request", "a second hello; open another stream for another worker")
+        await line.breathe()
+
+
+async def _refuse(context: Context, code: str, message: str) -> NoReturn:
+    """End the call with the status that belongs to the code."""
+    await context.abort(_STATUS[code], message, ((CODE_METADATA, code),))
+    raise AssertionError("abort returned")
