@@ -613,3 +613,25 @@ async def test_nagle_is_off(rig: Rig):
     (connection,) = listener.connections
     sock = connection._transport.get_extra_info("socket")
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@on_both_loops
+async def test_a_body_that_a_handler_keeps_is_never_overwritten_by_a_later_one(rig: Rig):
+    kept: list[tuple[object, int]] = []
+
+    async def keeper(request: Request, responder: Responder) -> None:
+        first = request.body[0]
+        if first % 3 == 0:
+            kept.append((request.body, first))
+        elif first % 3 == 1:
+            kept.append((memoryview(request.body)[5:], first))
+        responder.reply(200, [], b"")
+
+    listener = await rig.listen(keeper)
+    client = await rig.connect()
+    for n in range(60):
+        client.send(post(150_000) + bytes([n]) * 150_000)
+        assert (await client.reply()).status == 200
+    assert len(kept) == 40
+    assert all(set(bytes(body)) == {n} for body, n in kept)
+    assert 0 < listener.buffers.kept <= 1 << 20

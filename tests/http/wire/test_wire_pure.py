@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fullhit.http.wire import BadReply, ClientFault, LocalFault, MemoryBudget, UpstreamLimits, end_to_end
 from fullhit.http.wire.budget import BudgetHolder
+from fullhit.http.wire.buffers import BufferPool
 from fullhit.http.wire.chunks import ChunkError, ChunkScanner, ChunkTooLarge
 from fullhit.http.wire.heads import (
     RequestHead,
@@ -448,3 +449,33 @@ def test_what_is_remembered_is_bounded_and_not_shared_with_requests():
     first = memo.read(head, RequestHead())
     first.headers.clear()
     assert len(memo.read(head, RequestHead()).headers) == 2
+
+
+# --- buffers
+
+
+def test_a_buffer_is_reused_only_when_nobody_else_has_it():
+    pool = BufferPool(1 << 20)
+    kept = pool.take(100_000)
+    pool.give([kept])
+    assert pool.kept == 0, "the caller still has it"
+    viewed = pool.take(100_000)
+    view = memoryview(viewed)
+    holder = [viewed]
+    del viewed
+    pool.give(holder)
+    assert pool.kept == 0 and len(view) == 100_000
+    pool.give([pool.take(100_000)])
+    assert pool.kept == 1 << 17 and pool.warm(70_000) and not pool.warm(60_000)
+    again = pool.take(70_000)
+    assert len(again) == 70_000 and pool.kept == 0
+    for _ in range(20):
+        pool.give([pool.take(1 << 20)])
+        holder = [pool.take(1 << 19) for _ in range(4)]
+        while holder:
+            pool.give([holder.pop()])
+    assert pool.kept <= 1 << 20
+    for _ in range(20):
+        pool.age()
+    assert pool.kept == 0
+    assert len(pool.take(50)) == 50 and len(pool.take(100 << 20)) == 100 << 20

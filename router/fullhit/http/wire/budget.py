@@ -54,7 +54,7 @@ class MemoryBudget:
         """Book `size` bytes that are already in memory. False: read no more until woken."""
         self.used += size
         holder.charged += size
-        if self.used <= self.limit:
+        if self.used <= self.limit or not size:  # only those who hold memory may wait: they are sure to release
             return True
         if self._overdraft is None:
             self._overdraft = holder

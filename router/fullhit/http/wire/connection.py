@@ -3,7 +3,7 @@
 Reading goes through `BufferedProtocol`. Heads, small bodies and chunked bodies land in one scratch buffer that
 all connections of a listener share (the loop fills it and calls back in the same step, so nobody else can
 touch it in between) and are copied out; a large body with a Content-Length is received straight into its own
-buffer. That buffer is made without being touched (see buffers.py) and grows in two steps: 256 KiB first, the
+buffer. That buffer is made without being touched (see buffers.py) and, above 1 MiB, in two steps: 256 KiB first, the
 announced size only when these have really arrived. So memory follows what was sent, not what was announced.
 
 While a handler runs, the socket is still read, because that is the only way to notice that the client has
@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from .budget import BudgetHolder
-from .buffers import unwritten
 from .chunks import ChunkError, ChunkScanner, ChunkTooLarge
 from .errors import ClientFault
 from .heads import RequestHead
@@ -36,8 +35,10 @@ __all__ = ["ServerConnection"]
 IDLE, HEAD, BODY, CHUNKED, HANDLING, LINGER, GONE = range(7)
 STATE_NAMES = ("idle", "head", "body", "chunked", "handling", "linger", "gone")
 
+AT_ONCE = 1024 * 1024
+"""Bodies up to this size get their buffer at once."""
 FIRST_STEP = 256 * 1024
-"""Bytes of a large body that must have arrived before its whole announced size is allocated."""
+"""Bytes of a larger one that must have arrived before its whole announced size is allocated."""
 WINDOW = 512 * 1024
 """Most bytes taken from a socket in one turn of the loop, so that nobody else waits long for a large body."""
 PIPELINE_LIMIT = 64 * 1024
@@ -337,7 +338,9 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._length = length
         self.state = BODY
         here = end - cut
-        body = unwritten(length if length <= FIRST_STEP or here >= FIRST_STEP else FIRST_STEP)
+        buffers = self._listener.buffers
+        at_once = length <= AT_ONCE or here >= FIRST_STEP or buffers.warm(length)
+        body = buffers.take(length if at_once else FIRST_STEP)
         body_view = memoryview(body)
         body_view[:here] = view[cut:end]
         self._body = body
@@ -361,7 +364,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         view = self._view
         assert view is not None
         if filled == len(view):
-            grown = unwritten(length)
+            grown = self._listener.buffers.take(length)
             self._view = memoryview(grown)
             self._view[:filled] = view
             self._body = grown

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .budget import BudgetHolder, MemoryBudget
+from .buffers import BufferPool
 from .connection import BodyMemory, ServerConnection
 from .errors import ClientFault, PeerGone, UpstreamError, UpstreamTimeout
 from .limits import ListenerLimits
@@ -29,7 +30,11 @@ __all__ = ["DrainReport", "ErrorFormat", "HttpListener", "openai_error"]
 
 log = logging.getLogger("fullhit.http.wire")
 
-SCRATCH_BYTES = 256 * 1024
+SCRATCH_BYTES = 64 * 1024
+"""What a read without a buffer of its own may bring: heads, small bodies, and the beginning of large ones, which is
+copied and therefore kept short."""
+SPARE_BYTES = 32 * 1024 * 1024
+"""Body buffers kept for reuse."""
 SWEEP_SECONDS = 0.5
 
 ErrorFormat = Callable[[int, str, str, str], tuple[str, bytes]]
@@ -79,6 +84,7 @@ class HttpListener:
     ) -> None:
         self.limits = limits if limits is not None else ListenerLimits()
         self.budget = budget if budget is not None else MemoryBudget(self.limits.max_buffered_bytes)
+        self.buffers = BufferPool(SPARE_BYTES)
         self.memo = RequestMemo(self.limits.max_headers)
         self.requests = 0
         self._events: Counter[str] = Counter()
@@ -251,6 +257,10 @@ class HttpListener:
         except Exception as error:
             self._unanswered(request, responder, error)
         finally:
+            if isinstance(request.body, bytearray):
+                holder = [request.body]
+                request.body = b""
+                self.buffers.give(holder)
             connection = responder.settle()
             if connection is not None:
                 connection.request_over(responder)
@@ -290,6 +300,7 @@ class HttpListener:
 
     def _check(self) -> None:
         self._arm()
+        self.buffers.age()
         now = self.loop.time()
         late = [c for c in self.connections if c.deadline <= now or c.write_deadline <= now]
         for connection in late:

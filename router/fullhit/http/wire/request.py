@@ -31,9 +31,9 @@ class Request(RequestHead):
     loop's clock (seconds) when the request was complete.
     """
 
-    body: bytes | bytearray | memoryview
-    peer: str
-    received_at: float
+    body: bytes | bytearray | memoryview = b""
+    peer = ""
+    received_at = 0.0
 
     def get(self, name: bytes) -> bytes | None:
         """Value of the first header called `name` (give it in lower case), blanks at its ends removed."""
