@@ -440,6 +440,26 @@ def test_a_head_that_was_read_before_is_read_as_the_parser_would(heads: list[tup
         assert outcome(lambda head: memo.read(head, RequestHead())) == expected
 
 
+@given(st.lists(st.tuples(header_names, header_values), max_size=5), st.booleans(), st.booleans())
+def test_forwarded_headers_are_on_the_wire_what_the_list_of_them_is(
+    headers: list[tuple[bytes, bytes]], hop: bool, known: bool
+):
+    lines = [b"POST /x HTTP/1.1", b"Host: a", b"Content-Length: 5", *(n + b": " + v for n, v in headers)]
+    lines += [b"Connection: x-gone", b"X-Gone: 1"] if hop else []
+    memo = RequestMemo(200)
+    head = memo.read(request(*lines), RequestHead())
+    if known:
+        head = memo.read(request(*lines), RequestHead())
+    extra = [(b"X-Extra", b"1"), (b"Connection", b"close")]
+    for more in ([], extra):
+        composed = request_head(b"POST", b"/y", head.forwarded(more), b"h", 7)
+        assert composed == request_head(b"POST", b"/y", [*head.headers, *more], b"h", 7)
+    with pytest.raises(LocalFault):
+        head.forwarded([(b"X", b"1\r\nY: 2")])
+    with pytest.raises(LocalFault):
+        request_head(b"POST", b"/y z", head.forwarded(), b"h", 0)
+
+
 def test_what_is_remembered_is_bounded_and_not_shared_with_requests():
     memo = RequestMemo(200)
     for n in range(2000):

@@ -98,7 +98,7 @@ class Rig:
         async def handler(request: Request, responder: Responder) -> None:
             try:
                 response = await client.send(
-                    origin, request.method, request.target, request.headers, request.body, timeouts=timeouts
+                    origin, request.method, request.target, request.forwarded(), request.body, timeouts=timeouts
                 )
                 await response.relay(responder)
             except BaseException as error:

@@ -17,7 +17,7 @@ from .errors import (
     UpstreamTimeout,
     WireError,
 )
-from .heads import Headers, end_to_end
+from .heads import HeaderBlock, Headers, end_to_end
 from .limits import ListenerLimits, Origin, Timeouts, UpstreamLimits
 from .listener import DrainReport, ErrorFormat, HttpListener, openai_error
 from .reply import UpstreamResponse
@@ -31,6 +31,7 @@ __all__ = [
     "DrainReport",
     "ErrorFormat",
     "Handler",
+    "HeaderBlock",
     "Headers",
     "HttpListener",
     "ListenerLimits",

@@ -67,6 +67,22 @@ class _Head:
         self.names.append(name.lower())
 
 
+class HeaderBlock:
+    """End-to-end headers that are composed and checked already: what a request is forwarded with.
+
+    `lines` are complete lines with their CRLF, without any framing header; `hosted` says that Host is among them.
+    """
+
+    __slots__ = ("hosted", "lines")
+
+    def __init__(self, lines: bytes, hosted: bool) -> None:
+        self.lines = lines
+        self.hosted = hosted
+
+    def __repr__(self) -> str:
+        return f"<HeaderBlock {self.lines!r}>"
+
+
 class RequestHead(_Head):
     """A request head: what the client asked for and how the body is framed.
 
@@ -82,6 +98,24 @@ class RequestHead(_Head):
     chunked = False
     keep_alive = True
     expects = False
+    like: RequestHead | None = None
+    block: HeaderBlock | None = None
+
+    def forwarded(self, extra: Headers = ()) -> HeaderBlock:
+        """The end-to-end headers as they were received, plus `extra`, ready for `UpstreamClient.send`.
+
+        Quicker than passing a list of headers, and the same on the wire. Raises LocalFault for malformed extra ones.
+        """
+        owner = self.like or self
+        block = owner.block
+        if block is None:
+            kept = end_to_end(owner.headers)
+            lines = b"\r\n".join(map(b": ".join, kept)) + b"\r\n" if kept else b""
+            block = owner.block = HeaderBlock(lines, any(name.lower() == b"host" for name, _ in kept))
+        if not extra:
+            return block
+        hosted = block.hosted or any(name.lower() == b"host" for name, _ in extra)
+        return HeaderBlock(block.lines + header_block(end_to_end(extra)), hosted)
 
     def on_url(self, url: bytes) -> None:
         self.target += url
@@ -294,9 +328,19 @@ def header_block(headers: Headers) -> bytes:
     return block
 
 
-def request_head(method: bytes, target: bytes, headers: Headers, host: bytes, length: int) -> bytes:
+def request_head(method: bytes, target: bytes, headers: Headers | HeaderBlock, host: bytes, length: int) -> bytes:
     """The head of a request to an upstream. Hop-by-hop headers in `headers` are dropped, Host is added when
     missing, and the framing is our own."""
+    if isinstance(headers, HeaderBlock):
+        if b" " in target or b"\r" in target or b"\n" in target or b"\0" in target or not method.isalpha():
+            raise LocalFault("method or target to be sent is malformed")
+        named = b"" if headers.hosted else b"Host: %b\r\n" % host
+        framing = b"Content-Length: %d\r\n\r\n" % length if length or method not in _BODYLESS else b"\r\n"
+        return b"".join((method, b" ", target, b" HTTP/1.1\r\n", headers.lines, named, framing))
+    return _request_head(method, target, headers, host, length)
+
+
+def _request_head(method: bytes, target: bytes, headers: Headers, host: bytes, length: int) -> bytes:
     kept = []
     named: set[bytes] | None = None
     hosted = False

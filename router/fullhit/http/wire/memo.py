@@ -50,6 +50,7 @@ class RequestMemo:
             headers[index] = (b"Content-Length", digits)
             result.names = like.names
             result.content_length = int(digits)
+            result.like = like
             return result
         read_request_head(head, self._max_headers, result)
         if result.keep_alive and result.modern and not result.expects:  # what is said by the class defaults
@@ -58,6 +59,7 @@ class RequestMemo:
             like = RequestHead()
             like.method, like.target = result.method, result.target
             like.headers, like.names = result.headers.copy(), result.names
+            result.like = like
             self._known[key] = like, result.names.index(b"content-length")
         return result
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from .errors import ConnectFailed, UpstreamTimeout
 from .exchange import UpstreamConnection
-from .heads import Headers, request_head
+from .heads import HeaderBlock, Headers, request_head
 from .limits import Origin, Timeouts, UpstreamLimits
 from .memo import ResponseMemo
 from .pool import IdleStack
@@ -83,7 +83,7 @@ class UpstreamClient:
         origin: Origin,
         method: bytes,
         target: bytes,
-        headers: Headers,
+        headers: Headers | HeaderBlock,
         body: bytes | bytearray | memoryview = b"",
         *,
         timeouts: Timeouts,
@@ -91,8 +91,9 @@ class UpstreamClient:
     ) -> UpstreamResponse:
         """Send a request and wait for the head of the final answer (interim 1xx ones are skipped).
 
-        Hop-by-hop and framing headers in `headers` are replaced by our own, a missing Host is added. `body` is
-        not copied and must not change until `on_sent` (called once, when the kernel has all of it) or the end.
+        `headers` may be what `Request.forwarded` gives. Hop-by-hop and framing headers in it are replaced by our own,
+        a missing Host is added. `body` is not copied and must not change until `on_sent` (called once, when the kernel
+        has all of it) or the end.
         Raises UpstreamError; LocalFault for headers that would break the framing.
         """
         state = self._origins.get(origin) or self._state(origin)

@@ -115,7 +115,7 @@ async def serve_relay(arguments: argparse.Namespace) -> None:
 
     async def handler(request: Request, responder: Responder) -> None:
         response = await client.send(
-            origin, request.method, request.target, request.headers, request.body, timeouts=timeouts
+            origin, request.method, request.target, request.forwarded(), request.body, timeouts=timeouts
         )
         await response.relay(responder)
 
