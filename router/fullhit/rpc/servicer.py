@@ -1,9 +1,10 @@
 """`fullhit.v1.Router`: each call hands its question to the decision service or to a line, and maps the answer.
 
 How calls end. A unary call does all its work between two awaits, so a client's cancellation or deadline finds it
-either before it took a slot or after its answer was given; in the second case, if the answer cannot be delivered any
-more, the slot is given back at once instead of when its lease ends. Streams end in `finally`, whatever ended them: the
-client, the deadline, a lost connection, or the router's own shutdown.
+either before it took a slot, and then it takes none, or when its answer is on its way. Nobody on this side can tell
+whether that answer still finds a reader; so a caller that gives up releases its request id (`fullhit.client` does), and
+if it cannot, the lease ends. Streams end in `finally`, whatever ended them: the client, the deadline, a lost
+connection, or the router's own shutdown.
 """
 
 from __future__ import annotations
@@ -59,8 +60,6 @@ class RouterServicer:
         self._stir = asyncio.Event()
         self.watchers = 0
         """Open WatchWorkers streams."""
-        self.undelivered = 0
-        """Choices whose caller had gone when they were made; their slots were given back."""
         for hooks in (service.fleet.on_added, service.fleet.on_removed):
             hooks.append(self._stirred)
 
@@ -99,20 +98,10 @@ class RouterServicer:
         left = context.time_remaining()
         if left is not None and left <= 0:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline had passed before the choice")
-        service = self._service
         try:
-            selected = service.select(select_call(request))
+            return select_reply(self._service.select(select_call(request)), request.candidates)
         except DecisionError as error:
-            await _refuse(context, error.code, str(error))
-        lease = selected.lease
-        if lease is not None and not selected.repeated:
-
-            def done(ended: Context) -> None:
-                if ended.cancelled() and service.leases.release(lease.id) is not None:
-                    self.undelivered += 1
-
-            context.add_done_callback(done)
-        return select_reply(selected, request.candidates)
+            return await _refuse(context, error.code, str(error))
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
         try:
@@ -155,14 +144,14 @@ class RouterServicer:
         finally:
             self.watchers -= 1
 
-    async def RegisterWorker(self, said: AsyncIterator[bytes], context: Context) -> AsyncIterator[pb.RouterMessage]:
+    async def RegisterWorker(self, said: AsyncIterator[bytes], context: Context) -> None:
         messages = _messages(said)
         line = await self._open(messages, context)
         listening = asyncio.create_task(_listen(line, messages), name=f"fullhit-line {line.worker}")
         asking: asyncio.Task[int] | None = None
         try:
             welcome = pb.Welcome(worker_id=worker_id_for(line.worker), pool=line.pool)
-            yield pb.RouterMessage(welcome=welcome)
+            await context.write(pb.RouterMessage(welcome=welcome))
             while True:
                 asking = asking or asyncio.create_task(line.request())
                 await asyncio.wait({asking, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -170,7 +159,7 @@ class RouterServicer:
                     listening.result()  # the peer has said all, or something it should not
                     return
                 request_id, asking = await asking, None
-                yield pb.RouterMessage(snapshot_request=pb.SnapshotRequest(request_id=request_id))
+                await context.write(pb.RouterMessage(snapshot_request=pb.SnapshotRequest(request_id=request_id)))
         except LineClosed as closed:
             await _refuse(context, closed.code, str(closed))
         except DecisionError as error:
