@@ -14,13 +14,15 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-__all__ = ["MAX_WORKER_ID", "device_name", "normalize_url", "worker_id_for"]
+__all__ = ["MAX_WORKER_ID", "device_name", "dynamo_instance", "dynamo_name", "normalize_url", "worker_id_for"]
 
 MAX_WORKER_ID = 2**53 - 1
 """Largest worker id we give out: the largest integer that JSON and Lua readers keep exactly."""
 
 _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_.])?")
 _MAX_URL_CHARS = 2048
+_DYNAMO = "dynamo:"
+_MAX_U64 = 2**64 - 1
 
 
 def normalize_url(url: str) -> str:
@@ -64,9 +66,30 @@ def normalize_url(url: str) -> str:
 
 def worker_id_for(name: str) -> int:
     """The number that stands for a worker on the wire, derived from its normalised URL; 1 to
-    ``MAX_WORKER_ID``.
+    ``MAX_WORKER_ID``. A Dynamo instance has its number already, of up to 64 bits: ``dynamo_name``.
     """
+    instance = dynamo_instance(name)
+    if instance is not None:
+        return instance
     return (xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) & MAX_WORKER_ID) or 1
+
+
+def dynamo_name(instance_id: int) -> str:
+    """The name of a Dynamo instance, which has no URL: ``dynamo:<decimal instance id>``. Text, because 64 bits do not
+    survive every JSON reader.
+    """
+    if not 0 <= instance_id <= _MAX_U64:
+        raise ValueError(f"instance id {instance_id} is no unsigned 64-bit integer")
+    return f"{_DYNAMO}{instance_id}"
+
+
+def dynamo_instance(name: str) -> int | None:
+    """The instance id in a name made by ``dynamo_name``, None for any other text."""
+    digits = name[len(_DYNAMO) :]
+    if not name.startswith(_DYNAMO) or not (digits.isascii() and digits.isdecimal() and len(digits) <= 20):
+        return None
+    number = int(digits)
+    return number if number <= _MAX_U64 and str(number) == digits else None
 
 
 def device_name(device: object) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullhit_publisher import device_name, normalize_url, worker_id_for
-from fullhit_publisher.identity import MAX_WORKER_ID
+from fullhit_publisher.identity import MAX_WORKER_ID, dynamo_instance, dynamo_name
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,19 @@ def test_devices_are_known_by_their_kind(device: str, kind: str) -> None:
 def test_a_device_needs_a_kind(device: object) -> None:
     with pytest.raises(ValueError, match="device"):
         device_name(device)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2**53 + 1, 2**64 - 1])
+def test_a_dynamo_instance_keeps_all_64_bits_of_its_number(number: int) -> None:
+    assert dynamo_instance(dynamo_name(number)) == worker_id_for(dynamo_name(number)) == number
+
+
+@pytest.mark.parametrize(
+    "text", ["dynamo:", "dynamo:01", "dynamo:-1", "dynamo:18446744073709551616", "dynamo:٣", "x:1"]
+)
+def test_other_texts_are_no_dynamo_instance(text: str) -> None:
+    assert dynamo_instance(text) is None
+    assert 0 < worker_id_for(text) <= MAX_WORKER_ID
+    for number in (-1, 2**64):
+        with pytest.raises(ValueError, match="64-bit"):
+            dynamo_name(number)
