@@ -30,6 +30,7 @@ class Dispatcher:
         self._clock = clock
         self._wake = asyncio.Event()
         self._awake_until = 0.0
+        ingest.on_work = self.notice
 
     def notice(self) -> None:
         """Call after feeding the intake: wakes the task if there is something for it to do."""

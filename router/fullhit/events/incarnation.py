@@ -13,7 +13,10 @@ back, so a newer incarnation can have the smaller number. Told apart like this:
 * Within an epoch a publisher may be replaced, once. When the former one comes back with messages of its own, two
   publishers claim one cache: a conflict.
 
-Dynamo's publishers have no epoch. Their random publisher id stands in for it, and such numbers have no order.
+Dynamo's publishers have no epoch. Their random publisher id stands in for it, and such numbers have no order. There a
+new publisher is taken for a restart, and the one before it is past; but one process may have several. So a past one
+that goes on speaking, some time after the new one began, is let in again, beside the others: they live *apart*, each
+with its own count, and none of them is a conflict.
 """
 
 from __future__ import annotations
@@ -55,12 +58,16 @@ class Verdict(StrEnum):
     STALE = "stale"
     SUSPECT = "suspect"
     CONFLICT = "conflict"
+    APART = "apart"
+    """Another living publisher of a worker whose publishers have no epochs."""
 
 
 class Incarnation:
     """Judges the origin of each message of one worker id. Pure bookkeeping: the caller acts on the verdict."""
 
     __slots__ = (
+        "_adopted_at",
+        "_apart",
         "_began",
         "_heard_seq",
         "_live_signs",
@@ -92,6 +99,8 @@ class Incarnation:
         self._ordered = True
         self._reset_publishers(None)
         self._began = 0
+        self._adopted_at = -math.inf
+        self._apart: dict[int, tuple[int, int]] = {}  # publisher -> its sequence and heard_seq
 
     def judge(self, origin: Origin, now: float, overdue: bool) -> Verdict:
         """``overdue``: the present incarnation has missed heartbeats."""
@@ -101,14 +110,19 @@ class Incarnation:
             return self._another_publisher(origin, now)
         if self.epoch is None:
             return Verdict.NEW
+        if origin.epoch in self._apart:
+            return Verdict.APART
         if origin.epoch in self._retired:
-            return self._past(origin)
+            return self._past(origin, now)
         if origin.ordered and self._ordered and origin.epoch < self.epoch and not overdue:
             return self._suspect(now)
         return Verdict.NEW
 
-    def adopt(self, origin: Origin) -> None:
+    def adopt(self, origin: Origin, now: float) -> None:
         """The origin is the present incarnation from now on."""
+        self._retired.update((epoch, sequence) for epoch, (sequence, _) in self._apart.items())
+        self._apart.clear()
+        self._adopted_at = now
         if self.epoch is not None and self.epoch != origin.epoch:
             self._retired[self.epoch] = self._sequence
             while len(self._retired) > self._settings.retired_epochs:
@@ -120,6 +134,14 @@ class Incarnation:
         self._suspect_since = self._suspect_last = -math.inf
         self._began = origin.published_at
         self._reset_publishers(origin.publisher_id)
+
+    def turn(self, origin: Origin) -> None:
+        """Another publisher of those that live apart has the word."""
+        if self.epoch is not None:
+            self._apart[self.epoch] = (self._sequence, self._heard_seq)
+        past = self._retired.pop(origin.epoch, -1)
+        self._sequence, self._heard_seq = self._apart.pop(origin.epoch, (past, 0))
+        self.epoch, self.publisher_id = origin.epoch, origin.publisher_id
 
     def regressed(self, origin: Origin, least: int) -> bool:
         """Note where the stream of events stands; True when it counts again what it had counted before.
@@ -141,6 +163,7 @@ class Incarnation:
         """Whoever speaks next is new."""
         self.epoch = None
         self._retired.clear()
+        self._apart.clear()
         self._reset_publishers(None)
 
     def _reset_publishers(self, publisher_id: int | None) -> None:
@@ -172,7 +195,12 @@ class Incarnation:
         self._suspect_last = now
         return Verdict.CONFLICT if now - self._suspect_since > self._settings.suspect_limit else Verdict.SUSPECT
 
-    def _past(self, origin: Origin) -> Verdict:
+    def _past(self, origin: Origin, now: float) -> Verdict:
+        if not origin.ordered:
+            # By our own clock: whatever a publisher stamps, a network does not keep messages for that long.
+            late = origin.sequence <= self._retired[origin.epoch]
+            early = now - self._adopted_at <= self._settings.conflict_margin
+            return Verdict.STALE if late or early or len(self._apart) >= _MAX_PUBLISHERS else Verdict.APART
         if origin.sequence > self._retired[origin.epoch]:
             self._retired[origin.epoch] = origin.sequence
             if origin.published_at > self._began + 1000 * self._settings.conflict_margin:

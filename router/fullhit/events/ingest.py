@@ -21,7 +21,7 @@ import msgspec
 
 from fullhit.core import Pool
 from fullhit_publisher import wire
-from fullhit_publisher.identity import normalize_url, worker_id_for
+from fullhit_publisher.identity import dynamo_instance, normalize_url, worker_id_for
 from fullhit_publisher.wire import Heartbeat, WireError
 
 from . import effects as fx
@@ -114,6 +114,9 @@ class Ingest:
         self._silence_check = clock() + _SILENT_AFTER
         self._publisher_id = self._rng.getrandbits(53) | 1
         self._sequence = 0
+        self._dynamo_up: set[str] = set()
+        self.on_work: Callable[[], None] = lambda: None
+        """Called when something was fed that a dispatcher may have to act upon."""
 
     # Workers come and go.
 
@@ -126,7 +129,7 @@ class Ingest:
         worker = home.get(worker_id)
         if worker is None:
             raise KeyError(f"pool {pool!r} has no worker {worker_id!r}")
-        address = (pool, worker_id_for(worker_id))
+        address = _address_of(pool, worker_id)
         known = self._lanes.get(address)
         if known is not None:
             if known.worker is worker:
@@ -134,17 +137,20 @@ class Ingest:
             self._close(address)
         now = self._clock()
         stream = WorkerStream(PoolEntries(home, worker), self.settings.stream, self._rng)
-        lane = Lane(home, worker, address[1], stream, self._report, self._backlog, self.settings.slice_keys)
+        number = worker_id_for(worker_id)
+        lane = Lane(home, worker, number, stream, self._report, self._backlog, self.settings.slice_keys)
         lane.added_at = now
+        lane.dynamo = address[1] < 0
+        stream.answers = not lane.dynamo
         self._lanes[address] = lane
         self._strangers.pop(address, None)
-        if not self._plane_up:
+        if not (pool in self._dynamo_up if lane.dynamo else self._plane_up):
             self._carry_out(lane, stream.plane_down(now))
         self._carry_out(lane, stream.start(now))
 
     def worker_removed(self, pool: str, worker_id: str) -> None:
         """Drop all that waits for this worker; what still arrives for it is a stranger's."""
-        self._close((pool, worker_id_for(worker_id)))
+        self._close(_address_of(pool, worker_id))
 
     def _close(self, address: Address) -> None:
         lane = self._lanes.pop(address, None)
@@ -187,11 +193,25 @@ class Ingest:
         else:
             self._handle(lane, data, received)
 
-    def messages_lost(self, cause: str) -> None:
+    def feed_dynamo(self, pool: str, delta: Delta, data: bytes) -> bool:
+        """A message, read from ``data``, arrived on the event plane of a Dynamo deployment; False when the pool has no
+        such worker."""
+        lane = self._lanes.get((pool, ~delta.worker_id))
+        if lane is None:
+            return False
+        self.last_message_at = self._clock()
+        if lane.busy or lane.waiting:
+            self._put_off(lane, data, delta)
+        else:
+            self._handle(lane, data, delta)
+        self.on_work()
+        return True
+
+    def messages_lost(self, cause: str, dynamo_pool: str | None = None) -> None:
         """The plane had to drop messages of some workers: every stream is in doubt."""
         self._count("fullhit_events_rejected_total", cause=cause)
         now = self._clock()
-        for lane in list(self._lanes.values()):
+        for lane in self._lanes_of(dynamo_pool):
             self._carry_out(lane, lane.stream.loss(cause, now))
 
     def plane_lost(self) -> None:
@@ -200,7 +220,7 @@ class Ingest:
             return
         self._plane_up = False
         now = self._clock()
-        for lane in list(self._lanes.values()):
+        for lane in self._lanes_of(None):
             self._carry_out(lane, lane.stream.plane_down(now))
 
     def plane_up(self) -> None:
@@ -208,7 +228,22 @@ class Ingest:
         self._plane_up = True
         self.replies_missing = 0
         now = self._clock()
-        for lane in list(self._lanes.values()):
+        for lane in self._lanes_of(None):
+            self._carry_out(lane, lane.stream.plane_up(now))
+
+    def dynamo_lost(self, pool: str) -> None:
+        """As ``plane_lost``, for the event plane of this pool's Dynamo deployment."""
+        if pool in self._dynamo_up:
+            self._dynamo_up.discard(pool)
+            now = self._clock()
+            for lane in self._lanes_of(pool):
+                self._carry_out(lane, lane.stream.plane_down(now))
+
+    def dynamo_up(self, pool: str) -> None:
+        """As ``plane_up``, for the event plane of this pool's Dynamo deployment."""
+        self._dynamo_up.add(pool)
+        now = self._clock()
+        for lane in self._lanes_of(pool):
             self._carry_out(lane, lane.stream.plane_up(now))
 
     # Work.
@@ -286,11 +321,11 @@ class Ingest:
     def status(self) -> list[StreamStatus]:
         """One row a worker."""
         now = self._clock()
-        return [_row(pool, number, lane, now) for (pool, number), lane in self._lanes.items()]
+        return [_row(pool, lane.number, lane, now) for (pool, _), lane in self._lanes.items()]
 
     def stream(self, pool: str, worker_id: str) -> WorkerStream | None:
         """The stream of one worker, for tests and status."""
-        lane = self._lanes.get((pool, worker_id_for(worker_id)))
+        lane = self._lanes.get(_address_of(pool, worker_id))
         return None if lane is None else lane.stream
 
     @property
@@ -310,6 +345,12 @@ class Ingest:
             address = wire.parse_events_subject(subject)
             self._addresses[subject] = address
             return address
+
+    def _lanes_of(self, dynamo_pool: str | None) -> list[Lane]:
+        """Lanes fed by our own plane, or by that of a pool's Dynamo deployment."""
+        if dynamo_pool is None:
+            return [lane for lane in self._lanes.values() if not lane.dynamo]
+        return [lane for lane in self._lanes.values() if lane.dynamo and lane.pool.name == dynamo_pool]
 
     def _put_off(self, lane: Lane, data: bytes, received: Received | None) -> None:
         settings = self.settings
@@ -347,7 +388,9 @@ class Ingest:
             self._metrics.count("fullhit_events_total", worker=lane.worker.id, kind="delta")
             self._metrics.observe_lag(max(0.0, self._wall_clock() - received.origin.published_at / 1000))
             size = received.changes.size
-            effects = stream.delta(received.origin, received.seq, received.resync, received.changes, now)
+            effects = stream.delta(
+                received.origin, received.seq, received.resync, received.changes, now, received.whole
+            )
         elif isinstance(received, Beat):
             self._metrics.count("fullhit_events_total", worker=lane.worker.id, kind="heartbeat")
             beat = received.heartbeat
@@ -489,7 +532,12 @@ class Ingest:
             self._log("error", "event_listener_failed", "", cause=type(error).__name__, detail=str(error)[:200])
 
     def _silent(self, now: float) -> Iterator[Lane]:
-        return (lane for lane in self._lanes.values() if not lane.messages and now - lane.added_at >= _SILENT_AFTER)
+        # A warm encoder of Dynamo's publishes nothing, so its silence says nothing.
+        return (
+            lane
+            for lane in self._lanes.values()
+            if not lane.messages and not lane.dynamo and now - lane.added_at >= _SILENT_AFTER
+        )
 
     def _mention_silent(self, now: float) -> None:
         if not self._plane_up:
@@ -498,6 +546,12 @@ class Ingest:
             if now >= lane.mention_at:
                 lane.mention_at = now + _SILENT_REPEAT
                 self._log("warning", "worker_never_published", lane.worker.id, seconds=round(now - lane.added_at))
+
+
+def _address_of(pool: str, worker_id: str) -> Address:
+    """Dynamo's instance ids are complemented, hence negative: no worker of ours, whatever its number, has one."""
+    instance = dynamo_instance(worker_id)
+    return (pool, worker_id_for(worker_id) if instance is None else ~instance)
 
 
 def _row(pool: str, number: int, lane: Lane, now: float) -> StreamStatus:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fullhit.core import Fill, Pool, Worker
+from fullhit_publisher.keys import Key
 
 from . import effects as fx
 from .effects import Effect
@@ -46,6 +47,9 @@ class PoolEntries:
     def truncated(self) -> bool:
         return self._worker.truncated
 
+    def holds(self, key: Key) -> bool:
+        return self._pool.holds(self._id, key)
+
 
 class Backlog:
     """Bytes that wait in all lanes together."""
@@ -75,6 +79,8 @@ class Lane:
         self.stream = stream
         self.waiting: deque[Waiting] = deque()
         self.waiting_bytes = 0
+        self.dynamo = False
+        """Its events come over Dynamo's event plane, not over ours."""
         self.active = False
         """In the queue of lanes with something to do."""
         self.messages = 0

@@ -18,7 +18,7 @@ from .effects import Changes
 from .incarnation import Origin
 from .keybatch import FoldedKeys, KeyBatch, PackedKeys, TextKeys
 
-__all__ = ["Beat", "Delta", "Part", "Received", "decode"]
+__all__ = ["Beat", "Delta", "Part", "Received", "decode", "decode_dynamo"]
 
 _BULK_BYTES: Final = 512
 """Payloads above this (a dozen keys) are worth the shorter way."""
@@ -37,6 +37,8 @@ class Delta(NamedTuple):
     seq: int
     resync: bool
     changes: Changes
+    whole: bool = False
+    """``changes`` adds everything there is."""
 
 
 class Part(NamedTuple):
@@ -78,6 +80,11 @@ class _BulkDelta(msgspec.Struct):
     resync: bool = False
 
 
+class _BulkForeign(msgspec.Struct):
+    worker_id: int
+    update: _BulkUpdate
+
+
 class _BulkSnapshot(msgspec.Struct):
     worker_id: int
     epoch: int
@@ -90,6 +97,7 @@ class _BulkSnapshot(msgspec.Struct):
 
 
 _bulk_delta: Final = msgspec.msgpack.Decoder(_BulkDelta)
+_bulk_foreign: Final = msgspec.msgpack.Decoder(_BulkForeign)
 _bulk_snapshot: Final = msgspec.msgpack.Decoder(_BulkSnapshot)
 _texts: Final = msgspec.msgpack.Decoder(list[str])
 
@@ -127,6 +135,41 @@ def decode(envelope: Envelope, limits: Limits) -> Received:
             TextKeys(message.keys),
         )
     raise WireError("topic", f"nothing for a router: {type(message).__name__}")
+
+
+def decode_dynamo(envelope: Envelope, limits: Limits) -> Delta:
+    """Read the payload of a message from Dynamo's event plane: all its generations, and our own publisher's, whose
+    further fields mean nothing there. Who speaks and what is counted is the envelope's word. Raises WireError."""
+    if envelope.topic != wire.TOPIC_DELTA:
+        raise WireError("topic", f"nothing for a router: {envelope.topic[:64]!r}")
+    origin = _origin(envelope, envelope.publisher_id, ordered=False)
+    seq = envelope.sequence + 1
+    if len(envelope.payload) > _BULK_BYTES:
+        bulk = _decode_foreign(envelope.payload, limits)
+        if bulk is not None:
+            return Delta(bulk[0], None, origin, seq, False, bulk[1])
+    message = wire.decode_message(envelope, limits)
+    if isinstance(message, wire.DynamoSnapshot):
+        return Delta(message.worker_id, None, origin, seq, False, Changes(TextKeys(message.keys), _NONE), True)
+    if not isinstance(message, wire.Delta):
+        raise WireError("topic", f"nothing for a router: {type(message).__name__}")
+    changes = Changes(TextKeys(message.added), TextKeys(message.removed))
+    return Delta(message.worker_id, None, origin, seq, message.resync, changes)
+
+
+def _decode_foreign(payload: bytes, limits: Limits) -> tuple[int, Changes] | None:
+    if len(payload) > limits.max_message_bytes or limits.max_key_chars < 64:
+        return None
+    try:
+        delta = _bulk_foreign.decode(payload)
+        added, removed = _batch(delta.update.added_keys), _batch(delta.update.removed_keys)
+        if added is None or removed is None:
+            return None
+        if not _plausible((delta.worker_id,), "", len(added) + len(removed), limits):
+            return None
+        return delta.worker_id, Changes(added, removed)
+    except Exception:
+        return None
 
 
 def _origin(envelope: Envelope, epoch: int, *, ordered: bool = True) -> Origin:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,8 +121,11 @@ class Handlers:
 class NatsLink:
     """See the module text. ``lost`` is set when the connection has ended."""
 
-    def __init__(self, server: Server, settings: NatsSettings, handlers: Handlers) -> None:
+    def __init__(
+        self, server: Server, settings: NatsSettings, handlers: Handlers, subjects: Sequence[str] = (EVENTS,)
+    ) -> None:
         self.server = server
+        self._subjects = subjects
         self.lost = asyncio.Event()
         self._settings = settings
         self._handlers = handlers
@@ -235,7 +238,8 @@ class NatsLink:
         }
         self._inbox = self._client.new_inbox()
         await self._client.subscribe(self._inbox, cb=self._take_snapshot, **limits)
-        await self._client.subscribe(EVENTS, cb=self._take_event, **limits)
+        for subject in self._subjects:
+            await self._client.subscribe(subject, cb=self._take_event, **limits)
 
     async def _take_event(self, message: Any) -> None:
         if self._open:

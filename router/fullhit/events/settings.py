@@ -70,6 +70,12 @@ class StreamSettings:
     """First and longest quarantine; doubles each time."""
     doubt_ttl: float = 600.0
     """Publishers without snapshots: age at which doubtful entries leave the index."""
+    silent_ttl: float = 3600.0
+    """Publishers without heartbeats: silence after which their entries are doubtful, until the next delta in order.
+    Too low: a warm cache, which publishes nothing, loses its hits. Too high: what was lost in silence is believed."""
+    contradictions: int = 3
+    """Publishers without heartbeats: keys added that were held already, within ``doubt_ttl``, which make the worker
+    doubtful. One or two may be a removal and an addition which the publisher merged."""
 
 
 @dataclass(frozen=True, slots=True)

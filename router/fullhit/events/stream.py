@@ -23,7 +23,9 @@ Theory of operation
 6.  Entries of a past incarnation leave at once, before anything of the new one is taken (``incarnation.py``).
 7.  Publishers which answer no snapshot requests (Dynamo's) count from where we first heard them: what they add from
     then on is true, so the entries are a subset of the cache and safe to act on. After a hole they are doubtful
-    until ``doubt_ttl``, then start again from nothing.
+    until ``doubt_ttl``, then start again from nothing. What such a publisher loses before it counts leaves no hole;
+    two things speak for such a loss. It adds keys that it ought to hold already (a few may be a removal and an addition
+    in one message), or it has not been heard for very long. Several such publishers of one worker count apart.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ import math
 import random
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol, cast
+
+from fullhit_publisher.keys import Key
 
 from . import effects as fx
 from .effects import Changes, Effect
@@ -44,10 +48,12 @@ from .transitions import TRANSITIONS, Action, Input, State
 __all__ = ["Entries", "WorkerStream"]
 
 # Doubts that the next delta in order disproves: it shows that nothing was missed meanwhile.
-_DISPROVED_BY_NEXT = frozenset(("plane", "silence"))
+_DISPROVED_BY_NEXT = frozenset(("plane", "silence", "age"))
 # Doubts that may well be unfounded: worth waiting for a heartbeat before a million keys are asked for.
 _WORTH_A_HEARTBEAT = frozenset(("plane", "silence", "slow_consumer"))
 _DEFAULT_INTERVAL = 1.0
+# Keys of one message that are compared with what is held already.
+_COMPARED = 64
 
 
 class Entries(Protocol):
@@ -56,6 +62,7 @@ class Entries(Protocol):
     def digest(self) -> int: ...
     def key_count(self) -> int: ...
     def truncated(self) -> bool: ...
+    def holds(self, key: Key) -> bool: ...
 
 
 class _Kept(NamedTuple):
@@ -102,6 +109,9 @@ class WorkerStream:
         self._marked = False
         self._overflow = False
         self._out: list[Effect] = []
+        self._apart: dict[int, tuple[int | None, int]] = {}  # rule 7: publisher -> its position and head
+        self._contradictions = 0
+        self._contradicted_at = -math.inf
 
     def __repr__(self) -> str:
         wish = self._resync
@@ -146,8 +156,11 @@ class WorkerStream:
         self._want("start")
         return self._finish()
 
-    def delta(self, origin: Origin, seq: int, resync: bool, changes: Changes, now: float) -> list[Effect]:
-        """A delta arrived. ``resync``: the publisher says that changes before it may be lost."""
+    def delta(
+        self, origin: Origin, seq: int, resync: bool, changes: Changes, now: float, whole: bool = False
+    ) -> list[Effect]:
+        """A delta arrived. ``resync``: the publisher says that changes before it may be lost. ``whole``: what it adds
+        is everything there is (only from publishers without epochs)."""
         self._begin(now)
         if self.state is State.QUARANTINED:
             return self._drop("quarantined")
@@ -165,11 +178,18 @@ class WorkerStream:
         base = self.applied if self.applied is not None else 0
         if seq <= base or seq in self._kept:
             return self._drop("duplicate")
-        if not self.answers and seq > base + 1:
-            # Nobody will fill this hole: go on behind it.
-            self._count("fullhit_event_gaps_total")
-            self._step(Input.LOSS, "hole")
-            self.applied = base = seq - 1
+        if not self.answers:
+            if whole:
+                self._step(Input.NEW, "whole")
+                self.applied = base = seq - 1
+                self.head = seq
+            elif seq > base + 1:
+                # Nobody will fill this hole: go on behind it.
+                self._count("fullhit_event_gaps_total")
+                self._step(Input.LOSS, "hole")
+                self.applied = base = seq - 1
+            elif self._contradicts(changes):
+                self._step(Input.LOSS, "contradiction")
         self._seq, self._changes, self._marked = seq, changes, resync
         if self.state is State.LIVE and seq == base + 1 and not resync:
             self.routine = True
@@ -313,8 +333,11 @@ class WorkerStream:
             self._verify_by = math.inf
             if self.state is State.LIVE:
                 self._step(Input.LOSS, "plane")
-        if not self.answers and self.doubts and now - self._doubtful_since >= self._settings.doubt_ttl:
-            self._step(Input.AGED)
+        if not self.answers:
+            if self.state is State.LIVE and now - self._last_heard >= self._settings.silent_ttl:
+                self._step(Input.LOSS, "age")
+            if self.doubts and now - self._doubtful_since >= self._settings.doubt_ttl:
+                self._step(Input.AGED)
         return self._finish()
 
     def poll(self, now: float) -> int | None:
@@ -346,8 +369,11 @@ class WorkerStream:
                 times.append(self._plane_down_since + self._settings.plane_grace)
         elif self._interval is not None:
             times.append(self._last_heard + (self._silence() if self.state is State.LIVE else self._gone_after()))
-        if not self.answers and self.doubts:
-            times.append(self._doubtful_since + self._settings.doubt_ttl)
+        if not self.answers:
+            if self.state is State.LIVE:
+                times.append(self._last_heard + self._settings.silent_ttl)
+            if self.doubts:
+                times.append(self._doubtful_since + self._settings.doubt_ttl)
         return min(times)
 
     # Judgements.
@@ -357,6 +383,11 @@ class WorkerStream:
         verdict = self._who.judge(origin, now, self._overdue(now))
         if verdict is Verdict.NEW:
             self._restart(origin, "epoch")
+        elif verdict is Verdict.APART:
+            if self._who.epoch is not None:
+                self._apart[self._who.epoch] = (self.applied, self.head)
+            self.applied, self.head = self._apart.pop(origin.epoch, (None, 0))
+            self._who.turn(origin)
         elif verdict is Verdict.SWITCHED:
             self._step(Input.LOSS, "publisher")
         elif verdict is Verdict.CONFLICT:
@@ -382,10 +413,30 @@ class WorkerStream:
         """A new incarnation begins: nothing of the old one stays."""
         if self._who.epoch is not None:
             self._note("info", "worker_restarted", cause=cause, epoch=origin.epoch)
-        self._who.adopt(origin)
+        self._who.adopt(origin, self._now)
         self.answers = origin.ordered
         self._step(Input.NEW, cause)
         self._interval = None
+
+    def _contradicts(self, changes: Changes) -> bool:
+        """Whether it is time to doubt: the worker adds what it should have already, not for the first time."""
+        if self._apart or not 0 < len(changes.added) <= _COMPARED:
+            return False
+        try:
+            removed = frozenset(changes.removed.all())
+            again = sum(1 for key in changes.added.all() if key not in removed and self._entries.holds(key))
+        except ValueError:
+            return False  # said of keys that are none, when they are applied
+        if not again:
+            return False
+        if self._now - self._contradicted_at > self._settings.doubt_ttl:
+            self._contradictions = 0
+        self._contradicted_at = self._now
+        self._contradictions += again
+        if self._contradictions < self._settings.contradictions:
+            return False
+        self._contradictions = 0
+        return True
 
     def _overdue(self, now: float) -> bool:
         return now - self._last_heard > self._settings.takeover_beats * (self._interval or _DEFAULT_INTERVAL)
@@ -426,7 +477,7 @@ class WorkerStream:
             return
         self.applied = self._seq
         self._out.append(fx.Apply(changes))
-        if self.doubts:
+        if self.doubts and not self._apart:
             self.doubts -= _DISPROVED_BY_NEXT
         if self.outstanding:
             self._keep()
@@ -498,6 +549,8 @@ class WorkerStream:
         self._out.append(fx.Clear())
         self.applied = None
         self.head = 0
+        self._apart.clear()
+        self._contradictions = 0
         self.verified = False
         self.doubts.clear()
         self._verify_by = math.inf
