@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -94,3 +96,16 @@ def world() -> World:
 @pytest.fixture
 def make_world() -> Callable[..., World]:
     return World
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Awaitable[None]]:
+    """``await eventually(condition)``: until it holds, for 30 seconds at most."""
+
+    async def wait(condition: Callable[[], object]) -> None:
+        end = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < end, "it never came about"
+            await asyncio.sleep(0.005)
+
+    return wait

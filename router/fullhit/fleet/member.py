@@ -36,12 +36,14 @@ class State(StrEnum):
 
 
 class Source(StrEnum):
-    """Who told us about a worker. Static and admin ones are kept for ever, the others forgotten when long dead."""
+    """Who told us about a worker. Static and admin ones are kept for ever, the others forgotten when long dead; leased
+    ones live exactly as long as somebody else (Dynamo's discovery) says, and are not probed."""
 
     STATIC = "static"
     ADMIN = "admin"
     REGISTERED = "registered"
     DISCOVERED = "discovered"
+    LEASED = "leased"
 
     @property
     def lasting(self) -> bool:
@@ -100,8 +102,13 @@ class Member:
 
     @property
     def id(self) -> str:
-        """The normalised URL."""
+        """The normalised URL, or the name of an instance that has none."""
         return self.spec.id
+
+    @property
+    def leased(self) -> bool:
+        """Its life is another's business: never probed, never forgotten."""
+        return self.source is Source.LEASED
 
     @property
     def state(self) -> State:

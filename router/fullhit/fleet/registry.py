@@ -79,7 +79,8 @@ class Fleet(Roster):
         member.last_failure_kind = kind
         self._count("worker_failures", worker=worker_id, kind=kind)
         if kind in _DEAD:
-            member.probe_due = now  # ask at once whether anybody is there
+            if not member.leased:
+                member.probe_due = now  # ask at once whether anybody is there
         elif not self._expendable(member):
             self._settle(member, now)
             return
@@ -232,14 +233,14 @@ class Fleet(Roster):
         inflight = self._inflight(member)
         if not inflight:
             member.idle_at = now
-        elif member.usable and self._stuck(member, now):
+        elif member.usable and not member.leased and self._stuck(member, now):
             member.breaker.trip(now)
             self._down(member, "stuck", now)
             self._settle(member, now)
         if member.remove_at is not None and (not inflight or now >= member.remove_at):
             self._drop(member, "drained" if not inflight else "drain time over", ban=True)
             return
-        if member.source.lasting:
+        if member.source.lasting or member.leased:
             return
         silent_since = member.down_since if member.answered else member.added_at
         if silent_since is not None and now - silent_since > self.settings.forget_after:

@@ -163,6 +163,48 @@ class Roster:
             self._refuse(pool, url[:200], str(error))
             return None
 
+    def add_leased(
+        self, id: str, *, pool: str, device: str = "cuda", labels: Mapping[str, str] | None = None
+    ) -> Member:
+        """Add a worker without URL whose life is known from elsewhere; or bring its device and labels up to date.
+
+        It is ready at once and never probed; failures that are reported hold it back for a while like any other.
+        Raises ValueError for an unknown pool, a worker of another pool, or a full fleet.
+        """
+        target = self._pools.get(pool)
+        if target is None:
+            raise ValueError(f"unknown pool {pool!r}; the pools are {', '.join(sorted(self._pools))}")
+        member = self._members.get(id)
+        if member is not None:
+            if member.pool != pool:
+                raise ValueError(f"worker {id} belongs to pool {member.pool!r}")
+            self._restate(member, device, None, None, labels)
+            return member
+        if len(self._members) >= self.settings.max_workers:
+            raise ValueError(f"the fleet is full: {self.settings.max_workers} workers")
+        cap = self.settings.max_inflight.get(pool)
+        spec = WorkerSpec(id=id, url="", device=device, max_inflight=cap, labels=dict(labels or {}))
+        now = self._clock()
+        member = Member(spec, pool, Source.LEASED, Breaker(self.settings.breaker, self._rng), now)
+        member.device_given = member.answered = True
+        member.probe_due = float("inf")
+        target.add_worker(spec)
+        self._members[id] = member
+        self._tell("worker_added", worker=id, pool=pool, source=str(member.source), device=device, weight=spec.weight)
+        for callback in self.on_added:
+            callback(pool, id)
+        self._settle(member, now)
+        self.wake()
+        return member
+
+    def remove_leased(self, id: str, *, cause: str) -> bool:
+        """Its lease is over: it leaves, with everything it holds. False when there is no such leased worker."""
+        member = self._members.get(id)
+        if member is None or not member.leased:
+            return False
+        self._drop(member, cause)
+        return True
+
     def remove(self, id: str, *, cause: str, drain_seconds: float = 0.0) -> bool:
         """Take a worker out, with everything it holds. False when it is unknown.
 
