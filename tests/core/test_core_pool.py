@@ -488,7 +488,7 @@ def test_the_ratio_of_the_environment_is_read_as_the_reference_reads_it(text, ex
         ({"bounded_load": 1.0}, "bounded_load"),
         ({"max_keys": 0}, "max_keys"),
         ({"ring_points": 0}, "ring_points"),
-        ({"parity": "dynamo"}, "reserved"),
+        ({"parity": "sglang"}, "neither"),
         ({"classes": (DeviceClass("a", 0, ()),)}, "classes.a.ratio"),
         ({"classes": (DeviceClass("a", 1, ()), DeviceClass("a", 2, ()))}, "twice"),
     ],

@@ -17,7 +17,7 @@ from itertools import count
 from .decision import Decision
 from .policies import Surroundings, make_policy, policy_class
 from .roster import Fill, Roster
-from .types import NoEligibleKind, NoEligibleWorker, PoolSettings, Reason, SelectRequest
+from .types import Key, NoEligibleKind, NoEligibleWorker, PoolSettings, Reason, SelectRequest
 from .worker import Ticket, Worker
 
 __all__ = ["Fill", "Pool"]
@@ -76,6 +76,8 @@ class Pool(Roster):
                 mask = shards[key[15]].get(key, 0)
                 masks.append(mask)
                 every &= mask
+            if request.alternatives:
+                every = self._widen(masks, request.alternatives, eligible)
             if every and not request.unkeyed:
                 full = every & self._confirmed
                 predicted = every & self._unconfirmed
@@ -129,6 +131,17 @@ class Pool(Roster):
         else:
             mine.order.shift(worker)
         return look
+
+    def _widen(self, masks: list[int], alternatives: tuple[tuple[Key, ...], ...], eligible: int) -> int:
+        """Let whoever holds another key for an item count as its holder; returns who of `eligible` holds all items."""
+        mask_of = self._index.mask
+        for i, others in enumerate(alternatives[: len(masks)]):
+            for key in others:
+                masks[i] |= mask_of(key)
+            eligible &= masks[i]
+        for mask in masks[len(alternatives) :]:
+            eligible &= mask
+        return eligible
 
     def give_back(self, ticket: Ticket) -> None:
         """For `Ticket.release` alone, which calls it once."""

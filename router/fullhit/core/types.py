@@ -175,7 +175,7 @@ class PoolSettings:
     max_workers: int = 4096
     bounded_load: float = 1.25
     ring_points: int = 64
-    parity: Literal["none"] = "none"  # reserved: reproducing another router's choices bit for bit
+    parity: Literal["none", "dynamo"] = "none"  # choose as another router does (`parity.make_pool`), ignoring `policy`
 
     def __post_init__(self) -> None:
         if self.ratio < 1:
@@ -184,8 +184,8 @@ class PoolSettings:
             raise ValueError(f"full_hit.prefer: {self.full_hit_prefer!r} is neither 'gpu' nor 'any'")
         if self.bounded_load <= 1:
             raise ValueError(f"bounded_load: {self.bounded_load} must be above 1 (1.25 = 25 % over the average)")
-        if self.parity != "none":
-            raise ValueError(f"parity: {self.parity!r} is reserved; only 'none' exists")
+        if self.parity not in ("none", "dynamo"):
+            raise ValueError(f"parity: {self.parity!r} is neither 'none' nor 'dynamo'")
         for name in ("predicted_bytes", "predicted_entries", "max_keys", "max_keys_per_worker", "max_workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
@@ -222,6 +222,7 @@ class SelectRequest:
     `keys` are distinct and in prompt order. `items` counts media items, repeated and unkeyed ones included;
     `unkeyed` counts those for which no key can be computed: with one of them a full hit cannot be promised.
     `exclude`: worker ids that must not be chosen (already tried). `dry_run`: answer, but take no slot.
+    `alternatives`: other keys which do as well as the one at the same place in `keys`; empty, or as long as `keys`.
     """
 
     keys: tuple[Key, ...] = ()
@@ -230,3 +231,4 @@ class SelectRequest:
     exclude: frozenset[str] = frozenset()
     dry_run: bool = False
     unkeyed: int = 0
+    alternatives: tuple[tuple[Key, ...], ...] = ()
