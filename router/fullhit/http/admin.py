@@ -20,21 +20,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 from aiohttp import web
 
 import fullhit
 from fullhit.fleet.member import Member, Source
 from fullhit.fleet.types import UnknownWorker
 from fullhit.http.admin_base import CONTEXT, AdminContext, AdminError, AdminSettings, json_reply, read_json
+from fullhit.http.admin_openapi import OPEN_PATHS, openapi_document
 from fullhit.http.admin_select import add_select_routes
+from fullhit.http.admin_types import NewWorker
 from fullhit.telemetry.metrics import CONTENT_TYPE
 
 __all__ = ["AdminContext", "AdminSettings", "build_admin_app", "check_exposure", "describe_workers", "readiness"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
@@ -55,6 +55,7 @@ def build_admin_app(context: AdminContext) -> web.Application:
     app = web.Application(middlewares=[_errors, _guard], client_max_size=context.settings.max_body_bytes)
     app[CONTEXT] = context
     app.router.add_get("/", _index)
+    app.router.add_get("/openapi.json", _openapi)
     app.router.add_get("/healthz", _healthz)
     app.router.add_get("/readyz", _readyz)
     app.router.add_get("/metrics", _metrics)
@@ -101,7 +102,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     if origin is not None and urlsplit(origin).netloc != request.host:
         raise AdminError(403, "cross_origin", f"pages of {origin[:200]} may not use this listener")
     key = request.app[CONTEXT].settings.key
-    if key and request.path not in _OPEN_PATHS:
+    if key and request.path not in OPEN_PATHS:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given, key.encode()):
@@ -122,6 +123,10 @@ async def _index(request: web.Request) -> web.Response:
     routes = sorted({f"{route.method} {route.resource.canonical}" for route in request.app.router.routes()
                      if route.resource is not None and route.method != "HEAD"})  # fmt: skip
     return json_reply({"fullhit": fullhit.__version__, "routes": routes})
+
+
+async def _openapi(request: web.Request) -> web.Response:
+    return web.Response(body=openapi_document(), content_type="application/json")
 
 
 async def _healthz(request: web.Request) -> web.Response:
@@ -189,18 +194,9 @@ async def _worker(request: web.Request) -> web.Response:
     return json_reply(_describe_one(context, context.fleet.find(request.match_info["id"])))
 
 
-class _NewWorker(msgspec.Struct, forbid_unknown_fields=True):
-    url: str
-    device: str | None = None
-    weight: float | None = None
-    pool: str | None = None
-    max_inflight: int | None = None
-    labels: dict[str, str] = {}
-
-
 async def _add_worker(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    wanted = await read_json(request, _NewWorker)
+    wanted = await read_json(request, NewWorker)
     before = len(context.fleet)
     try:
         member = context.fleet.add(

@@ -18,38 +18,13 @@ from fullhit.core.decision import Decision
 from fullhit.core.types import Reason
 from fullhit.decision.service import DecisionError, SelectCall, Selected, keep_leases
 from fullhit.http.admin_base import CONTEXT, AdminError, json_reply, read_json
+from fullhit.http.admin_types import ReleaseBody, SelectBody
 from fullhit_publisher.identity import worker_id_for
 
-__all__ = ["ReleaseBody", "SelectBody", "add_select_routes"]
+__all__ = ["add_select_routes"]
 
 MAX_DECISIONS = 1_000
 _STATUS = {"invalid_request": 400, "unknown_pool": 404, "unknown_decision": 404, "too_many_leases": 429}
-
-
-class SelectBody(msgspec.Struct, forbid_unknown_fields=True):
-    """``keys``: texts as an encoder would publish them. ``items``: elements of ``mm_items``, strings or objects.
-
-    ``sglang_encode`` and ``openai_chat``: a whole body of that kind, as an object; all of these add up.
-    """
-
-    pool: str | None = None
-    keys: list[str] = []
-    items: list[Any] = []
-    modality: str = "IMAGE"
-    sglang_encode: msgspec.Raw = msgspec.Raw()
-    openai_chat: msgspec.Raw = msgspec.Raw()
-    exclude: list[str] = []
-    dry_run: bool = False
-    request_id: str = ""
-    lease_seconds: float = 0.0
-
-
-class ReleaseBody(msgspec.Struct, forbid_unknown_fields=True):
-    """``lease_id`` as `/select` gave it, or the ``request_id`` (and ``pool``) of the `/select`."""
-
-    lease_id: str = ""
-    request_id: str = ""
-    pool: str = ""
 
 
 def add_select_routes(app: web.Application) -> None:
@@ -69,8 +44,8 @@ async def _select(request: web.Request) -> web.Response:
         keys=wanted.keys,
         items=wanted.items,
         modality=wanted.modality,
-        sglang_encode=bytes(wanted.sglang_encode) or None,
-        openai_chat=bytes(wanted.openai_chat) or None,
+        sglang_encode=_text(wanted.sglang_encode),
+        openai_chat=_text(wanted.openai_chat),
         exclude=wanted.exclude,
         request_id=wanted.request_id,
         lease_seconds=wanted.lease_seconds,
@@ -81,6 +56,10 @@ async def _select(request: web.Request) -> web.Response:
     except DecisionError as error:
         raise _refusal(error) from None
     return json_reply(_selected(selected))
+
+
+def _text(body: msgspec.Raw | msgspec.UnsetType) -> bytes | None:
+    return None if isinstance(body, msgspec.UnsetType) else bytes(body)
 
 
 def _selected(selected: Selected) -> dict[str, Any]:
