@@ -20,7 +20,8 @@ from fullhit.http.encoder.media import (
     parse_follow_up,
     parse_registration,
 )
-from fullhit.http.encoder.substitute import CannotSubstitute, substitute_items, unreadable_png, unreadable_uri
+from fullhit.http.encoder.rewrite import CannotRewrite
+from fullhit.http.encoder.substitute import substitute_items, unreadable_png, unreadable_uri
 from fullhit_publisher.keys import item_key, text_key
 
 FILLER = base64.b64encode(random.Random(7).randbytes(9_000)).decode()
@@ -319,7 +320,7 @@ def test_substitution_finds_the_right_element_or_refuses(items: list[object], wh
     body = json.dumps(fields, indent=1 if indent else None).encode()
     try:
         new = substitute_items(body, [place], len(items))
-    except CannotSubstitute:
+    except CannotRewrite:
         assert any(not isinstance(item, str | dict | list) for item in items)
         return
     fields["mm_items"] = [*items[:place], unreadable_uri(), *items[place + 1 :]]
@@ -334,7 +335,7 @@ def test_a_body_that_cannot_be_walked_is_not_substituted() -> None:
         (body_of(note=[[1]] * 60_000, mm_items=[bad]), 1),
         (b'{"req_id":"r","mm_\\u0069tems":["' + bad.encode() + b'"]}', 1),
     ):
-        with pytest.raises(CannotSubstitute):
+        with pytest.raises(CannotRewrite):
             substitute_items(body, [items - 1], items)
 
 

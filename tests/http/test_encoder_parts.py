@@ -337,8 +337,52 @@ def test_only_the_latest_finished_parts_are_remembered() -> None:
     assert [part.req_id for part in t.table.parts()] == ["r7", "r8", "r9"]
 
 
+def test_nobody_has_heard_of_an_attempt_until_a_registration_is_offered() -> None:
+    t = Table()
+    part = t.encode("r_local_part_0")
+    t.register("r_local_part_0")
+    assert not t.table.offer(part, 1), "nothing was chosen yet"
+    t.sent(part)
+    assert t.table.unheard(part, 1)
+    assert t.table.offer(part, 1)
+    assert not t.table.unheard(part, 1)
+    assert t.table.back(part, 1, sent=True)
+    assert not t.table.offer(part, 1), "the attempt is over"
+    t.sent(part)
+    assert t.table.unheard(part, 2), "the next encoder has been told nothing"
+    assert not t.table.unheard(part, 1)
+    t.encode("r_local_part_0")
+    assert not t.table.unheard(part, 2), "what a copy has come to nobody knows"
+
+
+def test_a_fresh_id_ends_in_what_a_language_server_strips_and_is_never_used_twice() -> None:
+    t = Table()
+    part = t.encode("a_local_part_0_local_part_3")
+    ids = [t.table.fresh_id(part) for _ in range(3)]
+    assert len(set(ids)) == 3
+    assert {one.rpartition("_local_part_")[0] for one in ids} == {"a_local_part_0"}
+    assert t.table.fresh_id(t.encode("rid")) == "", "the first generation compares whole ids"
+    assert part.wire_id == part.req_id
+    part.alias_id = ids[0]
+    assert part.wire_id == ids[0]
+    assert t.table.find("", "a_local_part_0_local_part_3", "", A) is part, "here it keeps its name"
+
+
+def test_an_id_that_was_refused_is_not_told_to_an_encoder_again() -> None:
+    t = Table(over_ttl=60.0)
+    part = t.encode("r_local_part_0")
+    t.sent(part)
+    part.alias_id = t.table.fresh_id(part)
+    t.table.close_ok(part, keep=False)
+    again = t.encode("r_local_part_0")
+    assert again is not part
+    assert again.wire_id not in ("r_local_part_0", part.alias_id)
+    t.table.abandon(again)
+    assert t.encode("r_local_part_0", B).alias_id == "", "another language server's"
+
+
 HOSTS = st.sampled_from([A, B])
-IDS = st.sampled_from(["r1", "r2"])
+IDS = st.sampled_from(["r1", "r2_local_part_0"])
 ALIASES = st.sampled_from(["", "v0"])
 
 
@@ -353,6 +397,7 @@ class Life(RuleBasedStateMachine):
         self.delivered: dict[tuple[int, int], list[str]] = {}
         self.keep_alive: list[Part] = []
         self.ports = 0
+        self.ids: set[str] = set()
 
     def deliver(self, part: Part, urls: list[str]) -> None:
         told = self.delivered.setdefault((id(part), part.attempt), [])
@@ -409,6 +454,25 @@ class Life(RuleBasedStateMachine):
         part = data.draw(st.sampled_from(self.open))
         self.table.back(part, part.attempt, sent=sent and part.on_wire > 0)
         assert part.on_wire >= 0
+
+    @precondition(lambda self: any(p.state is PartState.SENT for p in self.open))
+    @rule(data=st.data(), offered=st.booleans())
+    def fails(self, data: st.DataObject, offered: bool) -> None:
+        """The encoder refuses; if nobody has heard of it the part goes on under another id."""
+        part = data.draw(st.sampled_from([p for p in self.open if p.state is PartState.SENT]))
+        attempt = part.attempt
+        if offered:
+            assert self.table.offer(part, attempt)
+        unheard = self.table.unheard(part, attempt)
+        assert unheard == (part.copies == 1 and part.offered != attempt)
+        fresh = self.table.fresh_id(part)
+        if unheard and fresh:
+            assert fresh not in self.ids
+            self.ids.add(fresh)
+            part.alias_id = fresh
+            assert self.table.back(part, attempt, sent=True)
+            assert part.state is PartState.CHOOSING
+            assert not self.table.offer(part, attempt)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), how=st.sampled_from(["ok", "keep", "failed", "abandon"]))

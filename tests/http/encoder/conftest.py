@@ -127,6 +127,10 @@ async def dies(encoder: ScriptedEncoder, seen: Seen, writer: asyncio.StreamWrite
     await encoder.kill()
 
 
+def url_of(item: Any) -> Any:
+    return item["url"] if isinstance(item, dict) else item
+
+
 class ScriptedEncoder:
     """Behaves like an encoder of the given backend unless told otherwise with `on`.
 
@@ -141,6 +145,9 @@ class ScriptedEncoder:
         self.scripts: dict[str, list[Behaviour]] = {}
         self.always: dict[str, Behaviour] = {}
         self.pushed: list[tuple[str, str]] = []  # (req_id, receive_url or host:port)
+        self.unreadable: set[str] = set()  # items refused with 400
+        self.errors_pushed: list[tuple[str, str]] = []
+        self.refused: dict[str, str] = {}  # req_id -> message, as long as somebody may register
         self.registered: dict[str, set[str]] = {}
         self.counts: dict[str, int] = {}
         self.started: set[str] = set()
@@ -236,6 +243,13 @@ class ScriptedEncoder:
 
     async def _encode(self, body: dict[str, Any]) -> bytes:
         req_id = body["req_id"]
+        bad = [url for url in map(url_of, body["mm_items"]) if url in self.unreadable]
+        if bad:
+            message = f"Bad request error: Failed to process mm items: Error while loading data {bad[0]}: no picture"
+            self.refused[req_id] = message
+            await self._note(lambda: self.started.add(req_id))
+            error = {"status": "error", "message": message, "req_id": req_id}
+            return reply_bytes(400, json.dumps(error).encode())
         await self._note(lambda: self.started.add(req_id))
         await self.gate.wait()
         if self.backend == "zmq_to_scheduler":
@@ -260,11 +274,20 @@ class ScriptedEncoder:
         await self.until(lambda: req_id in self.started)
         if self.counts.setdefault(req_id, count) != count:
             return reply_bytes(400, json.dumps({"status": "error", "message": "Inconsistent receive_count"}).encode())
+        if req_id in self.refused:
+            await self._note(lambda: self.errors_pushed.append((req_id, body["receive_url"])))
+            return reply_bytes(200, b"null")
         await self._note(lambda: self.registered.setdefault(req_id, set()).add(body["receive_url"]))
         return reply_bytes(200, b"null")
 
     async def _meta(self, body: dict[str, Any]) -> bytes:
         req_id = body["req_id"]
+        if self.backend != "mooncake":
+            await self.until(lambda: req_id in self.started)
+            if req_id in self.refused:
+                error = {"status": "error", "message": self.refused[req_id], "req_id": req_id}
+                return reply_bytes(500, json.dumps(error).encode())
+            self.encoded[req_id] = {"embedding_size": 4096, "embedding_len": 4, "embedding_dim": 512}
         await self.until(lambda: req_id in self.encoded)
         answer = {"req_id": req_id, "part_idx": body["part_idx"], **self.encoded[req_id]}
         return reply_bytes(200, json.dumps(answer).encode())

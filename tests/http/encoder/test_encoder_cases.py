@@ -62,6 +62,8 @@ async def test_recorded_calls_of_a_real_language_server_get_their_recorded_answe
     await house.at_rest()
     for encoder in encoders:
         for seen in encoder.seen:
+            if seen.path == "/scheduler_receive_meta_data":
+                continue  # The router's own question.
             assert seen.headers["user-agent"] == "Python/3.11 aiohttp/3.14.5"
             assert seen.path in ("/encode", "/scheduler_receive_url")
     parts = {exchange["body"]["req_id"] for exchange, _, _ in calls}

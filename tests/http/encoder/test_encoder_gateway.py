@@ -374,10 +374,17 @@ async def test_an_encoder_that_may_still_be_working_is_not_followed_by_another_w
     house: Any, lab: Any
 ) -> None:
     encoders = [await house.encoder() for _ in range(2)]
+
+    async def resets_once_registered(encoder: Any, seen: Any, writer: Any) -> None:
+        encoder.started.add(seen.json["req_id"])
+        await encoder._note(lambda: None)
+        await encoder.until(lambda: seen.json["req_id"] in encoder.registered)
+        await lab.resets(encoder, seen, writer)
+
     for encoder in encoders:
-        encoder.on("/encode", lab.resets, always=True)
+        encoder.on("/encode", resets_once_registered, always=True)
     body = house.body(num_parts=3)
-    reply = await house.call("/encode", body)
+    reply = await encode_and_register(house, body)
     assert reply.status == 502
     assert sum(len(e.calls("/encode")) for e in encoders) == 1
     used = next(e for e in encoders if e.calls("/encode"))

@@ -21,9 +21,11 @@ __all__ = ["InFlight", "LivePart"]
 
 @dataclass(slots=True, eq=False)
 class LivePart:
-    """What a part owns while its ``/encode`` is open. ``choosing`` is set while one of the copies chooses."""
+    """What a part owns while its ``/encode`` is open. ``choosing`` is set while one of the copies chooses;
+    ``withdraw`` (see `Deliveries`) is called when an encoder is done with it."""
 
     part: Part
+    withdraw: Callable[[Part], None] = lambda _: None
     decision: Decision | None = None
     origin: Origin | None = None
     choosing: asyncio.Future[None] | None = None
@@ -41,6 +43,7 @@ class LivePart:
         for task in self.deliveries:
             task.cancel()
         self.deliveries.clear()
+        self.withdraw(self.part)
 
 
 class InFlight:

@@ -2,6 +2,7 @@
 
     parse -> (bad picture?) -> part -> choose, or wait -> forward -> answer
                                         ^---- turned away, dead ----+
+                                        ^---- failed unheard, mended
 
 Two promises hold on every path. The in-flight slot is given back exactly once (`LivePart` owns it). And once a
 body is on its way to an encoder, a caller who leaves changes nothing: there is no cancel in the protocol, the
@@ -12,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-
-import msgspec
 
 from fullhit.core.decision import Decision
 from fullhit.core.types import SelectRequest
@@ -26,10 +25,12 @@ from .imagecheck import inspect_image
 from .media import BadBody, EncodeInfo, parse_encode
 from .parts import Part, PartState
 from .peers import address_of, is_loopback, is_wildcard
-from .replies import Refusal, request_id_of
+from .remedy import MAX_RESENDS, is_media_fault, suspects
+from .replies import Refusal, message_in, request_id_of
+from .rewrite import CannotRewrite, renamed
 from .shared import Shared
-from .substitute import CannotSubstitute, substitute_items
-from .upstream import Answer, Failure, failure_of, is_listening, refusal_of
+from .substitute import substitute_items
+from .upstream import Answer, Failure, failure_of, is_listening, refusal_of, with_id
 from .waiting import WaitedTooLong, WaitingRoom, WaitingRoomFull
 
 __all__ = ["EncodeRoute"]
@@ -58,6 +59,9 @@ class _Call:
     not_before: float = 0.0
     stuck: int = 0
     lost: int = 0
+    wire_id: str = ""
+    replaced: set[int] = field(default_factory=set)
+    resends: int = 0
     causes: Counter[str] = field(default_factory=Counter)
     pictures: tuple[str, ...] = ()
     decision: Decision | None = None
@@ -117,7 +121,7 @@ class EncodeRoute:
         part = self._table.open_encode(alias, info.req_id, info.prefill_host, peer)
         live = self._lives.get(part)
         if live is None:
-            live = self._lives[part] = LivePart(part)
+            live = self._lives[part] = LivePart(part, self._deliveries.withdraw)
         call = _Call(
             info=info,
             body=request.body,
@@ -129,7 +133,9 @@ class EncodeRoute:
             deadline=self._loop.time() + self._settings.queue_timeout,
             responder=responder,
             live=live,
+            wire_id=info.req_id,
         )
+        part.part_idx = info.part_idx or 0
         code = 499
         closed = False
         try:
@@ -178,24 +184,96 @@ class EncodeRoute:
                 body = substitute_items(call.body, {bad.index for bad in info.bad}, info.items)
                 call.info = parse_encode(body)
                 call.body = body
-            except (CannotSubstitute, BadBody):
+                call.replaced = {bad.index for bad in info.bad}
+            except (CannotRewrite, BadBody):
                 body = None
-        done = "rejected" if body is None else "substituted"
-        for _ in info.bad:
+        self._report_pictures(call, "rejected" if body is None else "substituted", backend, call.pictures)
+        if body is None:
+            raise Refusal(400, f"image cannot be decoded: {'; '.join(call.pictures)}"[:1_000], "bad_image")
+
+    def _report_pictures(self, call: _Call, done: str, backend: str, pictures: Sequence[str]) -> None:
+        for _ in pictures:
             self._telemetry.count("bad_images", action=done)
         if self._seldom.due(f"bad_image {call.peer}", 1.0):
             self._telemetry.event(
                 "bad_image",
                 level="warning",
                 action=done,
-                req_id=info.req_id,
+                req_id=call.part.req_id,
                 request_id=call.request_id.decode(),
                 peer=call.peer,
                 backend=backend,
-                pictures=list(call.pictures),
+                pictures=list(pictures),
             )
-        if body is None:
-            raise Refusal(400, f"image cannot be decoded: {'; '.join(call.pictures)}"[:1_000], "bad_image")
+
+    # --- failures that nobody has heard of
+
+    def _is_unheard(self, call: _Call, attempt: int) -> bool:
+        """Whether what the encoder of ``attempt`` has done cannot have reached the language server."""
+        part, info = call.part, call.info
+        if info.embedding_port is not None or not self._table.unheard(part, attempt):
+            return False
+        return bool(part.registrations) or self._peers.backend(call.peer, info) == "zmq_to_scheduler"
+
+    def _remedy(self, call: _Call, attempt: int, answer: Answer) -> Failure | None:
+        """Prepare the call for another try after an error nobody has heard of. None: pass the error on."""
+        status = answer.status
+        if status not in (400, 500, 504) or not self._is_unheard(call, attempt):
+            return None
+        message = message_in(answer.body)
+        if is_media_fault(status, message, call.info) and (status == 400 or call.lost):
+            if self._replace_refused(call, message):
+                return Failure("bad_media", None, "yes", status, message, blame=False)
+            return None
+        if status == 400 or (status == 504 and not call.part.registrations):
+            return None
+        if call.lost + 1 >= self._settings.max_lost or self._loop.time() >= call.deadline or not self._rename(call):
+            return None
+        call.lost += 1
+        return Failure("refused", "5xx", "yes", status, message or f"status {status}")
+
+    def _replace_refused(self, call: _Call, message: str) -> bool:
+        """Replace the pictures which the encoder could not read; False when there is no way."""
+        if self._settings.bad_image not in ("auto", "substitute") or call.resends >= MAX_RESENDS:
+            return False
+        places = suspects(call.body, message, call.replaced)
+        if not places:
+            return False
+        try:
+            body = substitute_items(call.body, places, call.info.items)
+            info = replace(parse_encode(body), req_id=call.part.req_id)
+        except (CannotRewrite, BadBody):
+            return False
+        if not self._rename(call, body):
+            return False
+        call.info = info
+        call.resends += 1
+        call.replaced.update(places)
+        said = f"refused by {call.part.worker}: {message[:300]}"
+        pictures = tuple(f"item {place} of {info.items}: {said}" for place in places)
+        call.pictures += pictures
+        self._report_pictures(call, "substituted_after_refusal", "zmq_to_scheduler", pictures)
+        return True
+
+    def _rename(self, call: _Call, body: bytes | None = None) -> bool:
+        """Give the part a fresh id, in ``body`` or else the body of the call; False when it cannot have one."""
+        fresh = self._table.fresh_id(call.part)
+        if not fresh:
+            return False
+        try:
+            call.body = renamed(call.body if body is None else body, fresh)
+        except CannotRewrite:
+            return False
+        call.part.alias_id = call.wire_id = fresh
+        return True
+
+    def _dress(self, call: _Call) -> None:
+        """Write the id of the part into a body that has another one."""
+        try:
+            call.body = renamed(call.body, call.part.wire_id)
+        except CannotRewrite:
+            call.part.alias_id = ""
+        call.wire_id = call.part.wire_id
 
     # --- choosing and forwarding
 
@@ -258,6 +336,8 @@ class EncodeRoute:
         worker = part.worker
         origin = live.origin or self._origins.of(worker)
         call.attempts += 1
+        if call.wire_id != part.wire_id:
+            self._dress(call)
         sent = False
 
         def on_sent() -> None:
@@ -277,7 +357,7 @@ class EncodeRoute:
             failure = failure_of(error)
         else:
             answer = Answer(response.status, end_to_end(response.headers), body)
-            refusal = refusal_of(answer)
+            refusal = refusal_of(answer) or self._remedy(call, attempt, answer)
             if refusal is None:
                 self._judge(worker, answer)
                 return answer
@@ -286,7 +366,12 @@ class EncodeRoute:
             end()
         if failure.report is not None:
             self._fleet.report_failure(worker, failure.report)
-        if failure.retry == "if_harmless" and (not sent or call.info.num_parts == 1 or not await is_listening(origin)):
+        if failure.retry == "if_harmless" and (
+            not sent
+            or call.info.num_parts == 1
+            or (self._is_unheard(call, attempt) and self._rename(call))
+            or not await is_listening(origin)
+        ):
             failure = replace(failure, retry="yes")
             call.lost += sent
         call.causes[f"{worker} ({failure.cause})"] += 1
@@ -353,12 +438,15 @@ class EncodeRoute:
             self._table.close_ok(part, keep=info.embedding_port is None and not part.registrations)
         else:
             text = answer.body[:2_000].decode("utf-8", "replace")
-            self._table.close_failed(part, answer.status, _message_in(answer.body) or text)
+            if part.offered != part.attempt and answer.status in (400, 500):
+                self._deliveries.hand_over(part, self._origins.of(part.worker))
+            self._table.close_failed(part, answer.status, message_in(answer.body) or text)
 
     def _pass_on(self, call: _Call, answer: Answer) -> None:
         headers = [*answer.headers, *self._marks(call)]
         if not any(name.lower() == b"x-request-id" for name, _ in answer.headers):
             headers.append((b"x-request-id", call.request_id))
+        answer = with_id(answer, call.wire_id, call.part.req_id)
         call.responder.reply(answer.status, headers, answer.body)
 
     def _marks(self, call: _Call) -> list[tuple[bytes, bytes]]:
@@ -403,13 +491,3 @@ class EncodeRoute:
             advice="the encoder cannot push embeddings to this address; start the language server with "
             "SGLANG_HOST_IP or --host set to an address that the encoder can dial",
         )
-
-
-def _message_in(body: bytes) -> str:
-    """The ``message`` of an encoder's error body."""
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    message = fields.get("message") if isinstance(fields, dict) else None
-    return message if isinstance(message, str) else ""

@@ -2,7 +2,8 @@
 
 ``/scheduler_receive_url`` is answered at once, always, from memory. In SGLang before 0.5.23 the scheduler posts it
 from inside its own loop, so that every millisecond of waiting stalls all requests of that rank, and behind the
-bodies of pictures it used to wait long enough for requests to be lost. The encoder gets it once it has the body.
+bodies of pictures it used to wait long enough for requests to be lost. The encoder gets it once it has the body
+and could read the media in it (`delivery`).
 
 ``/scheduler_receive_meta_data`` waits for its part and follows it when it moves to another encoder: asking twice
 does no harm. ``/send`` does not: a transfer may count twice at older encoders, so it is repeated only when nothing
@@ -19,8 +20,9 @@ from .media import BadBody, FollowUp, parse_follow_up, parse_registration
 from .parts import AmbiguousPart, InconsistentCount, Part, PartState, TooManyRegistrations
 from .peers import address_of
 from .replies import Refusal, reply_json, request_id_of
+from .rewrite import CannotRewrite, renamed
 from .shared import Shared
-from .upstream import Answer, Failure, failure_of
+from .upstream import Answer, Failure, failure_of, with_id
 
 __all__ = ["FollowUpRoutes"]
 
@@ -183,18 +185,24 @@ class FollowUpRoutes:
         headers = [h for h in end_to_end(request.headers) if h[0].lower() != b"host"]
         if not given:
             headers.append((b"x-request-id", request_id))
-        worker = part.worker
+        worker, body = part.worker, request.body
+        told = part.wire_id
+        if told != part.req_id:
+            try:
+                body = renamed(body, told)
+            except CannotRewrite:
+                told = part.req_id
         try:
             response = await self._client.send(
-                self._origins.of(worker), b"POST", target, headers, request.body, timeouts=self._timeouts
+                self._origins.of(worker), b"POST", target, headers, body, timeouts=self._timeouts
             )
-            body = await response.read(self._settings.max_reply_bytes)
+            reply = await response.read(self._settings.max_reply_bytes)
         except UpstreamError as error:
             failure = failure_of(error)
             if failure.report is not None:
                 self._fleet.report_failure(worker, failure.report)
             return failure
-        return Answer(response.status, end_to_end(response.headers), body)
+        return with_id(Answer(response.status, end_to_end(response.headers), reply), told, part.req_id)
 
     def _pass_on(self, request: Request, responder: Responder, part: Part, answer: Answer) -> None:
         headers = [*answer.headers, (b"x-fullhit-worker", part.worker.encode("ascii", "replace"))]

@@ -6,15 +6,16 @@ Only control messages pass here; embeddings go from the encoder to the language 
 * A part stays with one encoder process (`parts`); bodies and answers are passed on byte for byte, path prefixes
   stripped; a JSON ``null`` stays one.
 * Registrations and ``/health`` are answered from memory, whatever else goes on.
-* A failure of an encoder is hidden whenever that is safe (`upstream` has the table), and when nobody can take a
-  request it waits (`waiting`) instead of being refused: SGLang 0.5.23 with ``zmq_to_scheduler`` may lose the whole
-  language server over one failed ``/encode``.
+* A failure of an encoder is hidden whenever that is safe (`upstream` and `remedy` have the tables), and when nobody
+  can take a request it waits (`waiting`) instead of being refused: SGLang 0.5.23 with ``zmq_to_scheduler`` may lose
+  the whole language server over one failed ``/encode``. There also registrations are passed on only when the encoder
+  could read the media (`verify`), so that a failure over them is known to the router alone.
 
-| backend          | a failed /encode at the language server       | an undecodable inline picture (bad_image = auto) |
+| backend          | a failed /encode at the language server       | an unreadable picture (bad_image = auto)         |
 |------------------|-----------------------------------------------|--------------------------------------------------|
 | zmq_to_scheduler | 0.5.23: may end the server; older: 180 s wait | replaced by a picture saying "unreadable image"  |
-| zmq_to_tokenizer | 503 to that client                            | 400 naming the picture                           |
-| mooncake         | error to that client                          | 400 naming the picture                           |
+| zmq_to_tokenizer | 503 to that client                            | 400 naming the picture, when its header shows it |
+| mooncake         | error to that client                          | the same                                         |
 
 Aliases: ``/v0`` to ``/vN`` are the same gateway under other URLs. Listed as separate encoders they make SGLang send
 every picture as a part of its own, which is what lets each picture find its own encoder.
@@ -75,7 +76,7 @@ class EncoderGateway:
         self.settings = settings = settings or GatewaySettings()
         self._telemetry = telemetry = telemetry or _Silence()
         self.table = PartTable(settings.parts, clock=clock)
-        self._deliveries = Deliveries(client, self.table, settings, telemetry)
+        self._deliveries = Deliveries(client, self.table, settings, telemetry, clock)
         self._seldom = Seldom(clock)
         shared = Shared(
             pool=pool,

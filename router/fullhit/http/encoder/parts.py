@@ -27,6 +27,11 @@ by the address of the caller, then by being the only candidate, and otherwise re
   Not earlier: an encoder with ``--dp-size`` answers 404 to those it knows no ``/encode`` for.
 * ENCODED: answered, ``/send`` may follow (mooncake). DONE, FAILED: what is over, for stragglers.
 
+An encoder that has refused a part keeps the refusal for whoever registers there under its id. So before a part is
+sent again whose refusal nobody has heard of yet (`Part.offered`), it gets a fresh id: ``<rid>_local_part_0r1``. A
+language server strips the last ``_local_part_`` and what follows and takes the numbers of the part from fields of
+their own, so to it nothing has changed. From then on that id goes to encoders, the old one stays the name here.
+
 Several open ``/encode`` calls of one identity are copies of one part (G1 with mooncake posts one per rank): one
 choice, and all of them go to the encoder chosen.
 """
@@ -67,6 +72,9 @@ class PartState(StrEnum):
     DONE = "done"
     FAILED = "failed"
 
+
+_SUFFIX: Final = "_local_part_"
+"""What comes before the number of a part in its id since the second generation of the wire."""
 
 _WAITING: Final = (PartState.EARLY, PartState.STRAY)
 _ACTIVE: Final = (PartState.CHOOSING, PartState.CHOSEN, PartState.SENT)
@@ -123,7 +131,9 @@ class Registered:
 @dataclass(slots=True, eq=False)
 class Part:
     """One part. ``attempt`` counts the choices made for it; ``copies`` the open ``/encode`` calls; ``on_wire``
-    those which the chosen encoder has got in full and did not turn away."""
+    those which the chosen encoder has got in full and did not turn away; ``offered`` is the last attempt whose
+    encoder may know a destination to push to; ``alias_id`` the id under which encoders know it, if not ``req_id``.
+    """
 
     alias: str
     req_id: str
@@ -136,6 +146,9 @@ class Part:
     copies: int = 0
     on_wire: int = 0
     receive_count: int | None = None
+    part_idx: int = 0
+    offered: int = 0
+    alias_id: str = ""
     registrations: dict[str, Registered] = field(default_factory=dict)
     sends: set[str] = field(default_factory=set)
     failure: tuple[int, str] | None = None
@@ -147,6 +160,11 @@ class Part:
             f"<Part {self.alias}/{self.req_id}@{self.host} {self.state}{where} copies={self.copies} "
             f"registrations={len(self.registrations)}/{self.receive_count}>"
         )
+
+    @property
+    def wire_id(self) -> str:
+        """The ``req_id`` that encoders are told."""
+        return self.alias_id or self.req_id
 
     @property
     def complete(self) -> bool:
@@ -174,6 +192,7 @@ class PartTable:
             PartState.FAILED: self.limits.over_ttl,
         }
         self._count = 0
+        self._fresh_ids = 0
         self.bytes = 0
         """Bytes of all kept registrations."""
 
@@ -224,6 +243,13 @@ class PartTable:
         part.registrations[registration.receive_url] = fresh
         return part, fresh if part.state in (PartState.SENT, PartState.ENCODED) else None
 
+    def offer(self, part: Part, attempt: int) -> bool:
+        """A registration is about to go to the encoder of ``attempt``; False when it must not any more."""
+        if attempt != part.attempt or part.state not in (PartState.SENT, PartState.ENCODED):
+            return False
+        part.offered = attempt
+        return True
+
     def delivered(self, part: Part, registered: Registered, attempt: int) -> None:
         """The encoder of ``attempt`` has taken the registration."""
         registered.delivered = max(registered.delivered, attempt)
@@ -241,7 +267,8 @@ class PartTable:
         name = (alias, req_id)
         part = next((p for p in self._names.get(name, ()) if p.host == host and p.state in _LIVE), None)
         if part is None:
-            for old in [p for p in self._names.get(name, ()) if p.host == host and p.state in _OVER]:
+            over = [p for p in self._names.get(name, ()) if p.host == host and p.state in _OVER]
+            for old in over:
                 self._remove(old)
             claimed = self._claim(name, host, peer)
             part = self._add(Part(alias, req_id, host, peer, PartState.CHOOSING, self._clock()))
@@ -250,6 +277,8 @@ class PartTable:
                 moved = dict(early.registrations)
                 self._remove(early)
                 part.registrations.update(moved)
+            if any(old.alias_id for old in over):
+                part.alias_id = self.fresh_id(part)  # A refusal may lie in wait under the client's own id.
             self.bytes += sum(registered.size for registered in part.registrations.values())
         part.copies += 1
         return part
@@ -287,6 +316,17 @@ class PartTable:
             return False
         self._move(part, PartState.CHOOSING)
         return True
+
+    def fresh_id(self, part: Part) -> str:
+        """An id for ``part`` that no encoder has heard of; "" when ids of its generation cannot be changed."""
+        if _SUFFIX not in part.req_id:
+            return ""
+        self._fresh_ids += 1
+        return f"{part.req_id}r{self._fresh_ids}"
+
+    def unheard(self, part: Part, attempt: int) -> bool:
+        """The encoder of ``attempt`` has one copy and knows no destination, so nothing of it has reached anybody."""
+        return part.copies == 1 and attempt == part.attempt and part.offered != attempt
 
     def close_ok(self, part: Part, *, keep: bool) -> None:
         """A copy was answered well. ``keep``: a ``/send`` may follow."""

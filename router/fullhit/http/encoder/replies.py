@@ -10,7 +10,17 @@ import msgspec
 
 from fullhit.http.wire import Request, Responder
 
-__all__ = ["JSON", "HeaderList", "Refusal", "reply_error", "reply_json", "reply_text", "request_id_of", "sglang_error"]
+__all__ = [
+    "JSON",
+    "HeaderList",
+    "Refusal",
+    "message_in",
+    "reply_error",
+    "reply_json",
+    "reply_text",
+    "request_id_of",
+    "sglang_error",
+]
 
 HeaderList = Sequence[tuple[bytes, bytes]]
 
@@ -75,3 +85,13 @@ def reply_json(responder: Responder, status: int, body: object, headers: HeaderL
 
 def reply_text(responder: Responder, status: int, text: str, headers: HeaderList = ()) -> None:
     responder.reply(status, [(b"Content-Type", b"text/plain; charset=utf-8"), *headers], text.encode())
+
+
+def message_in(body: bytes) -> str:
+    """The ``message`` of an encoder's error body."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    message = fields.get("message") if isinstance(fields, dict) else None
+    return message if isinstance(message, str) else ""

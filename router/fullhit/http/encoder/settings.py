@@ -63,6 +63,10 @@ class GatewaySettings:
     max_follow_up_bytes: int = 1 << 20
     max_reply_bytes: int = 16 << 20
     bad_image: BadImage = "auto"
+    verify_media: bool = True
+    """Whether an encoder is asked if it could read the media before it is told where to push (`delivery`)."""
+    verify_timeout: float = 60.0
+    """How long it may take to say so; then it is told all the same."""
     registration: bool = True
     """Whether encoders may register themselves here."""
     parts: PartLimits = field(default_factory=PartLimits)
@@ -74,7 +78,9 @@ class GatewaySettings:
             raise ValueError(f"bad_image: {self.bad_image!r} is none of auto, reject, substitute, pass")
         if not 0 <= self.aliases <= 1_024:
             raise ValueError(f"aliases: {self.aliases} is not between 0 and 1024")
-        for name in ("queue_timeout", "connect_timeout", "follow_timeout", "queue_max", "queue_max_bytes"):
+        for name in (
+            "queue_timeout", "connect_timeout", "follow_timeout", "verify_timeout", "queue_max", "queue_max_bytes",
+        ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: must be above 0")
 

@@ -6,26 +6,23 @@ that erred gets a poor answer, everybody else gets theirs. Only that item change
 byte for byte. A ``content_hash`` of the replaced item is dropped, because the encoder would compare it with
 the bytes and answer 400.
 
-Finding the item: the body is known to be valid JSON, so a walk over its quotes and brackets is exact. It is
-written in Python and only runs for bad pictures; ``MAX_STEPS`` bounds it.
+`rewrite` finds the item.
 """
 
 from __future__ import annotations
 
 import base64
-import re
 import struct
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Final
 
 import msgspec
 
-__all__ = ["MAX_STEPS", "CannotSubstitute", "substitute_items", "unreadable_png", "unreadable_uri"]
+from .rewrite import CannotRewrite, item_spans, splice
 
-MAX_STEPS: Final = 50_000
-"""JSON tokens walked before giving up: about 20 ms. Real bodies have some hundred."""
+__all__ = ["substitute_items", "unreadable_png", "unreadable_uri"]
 
 _SIZE: Final = 224
 """Width and height of the picture in pixels: what most vision encoders take without scaling."""
@@ -46,30 +43,18 @@ _FONT: Final[Mapping[str, bytes]] = {
     "U": b"\x11\x11\x11\x11\x11\x11\x0e",
 }
 
-_TOKEN: Final = re.compile(rb'["\[\]{}]')
-
-
-class CannotSubstitute(ValueError):
-    """The item was not found within `MAX_STEPS`; treat the body as one to refuse."""
-
 
 def substitute_items(body: bytes | bytearray | memoryview, indices: Collection[int], items: int) -> bytes:
     """``body`` with the given elements of ``mm_items`` replaced; all other bytes as they were.
 
-    ``body`` must be a valid ``/encode`` body with ``items`` elements in ``mm_items``. Raises CannotSubstitute.
+    ``body`` must be a valid ``/encode`` body with ``items`` elements in ``mm_items``. Raises CannotRewrite.
     """
     body = bytes(body)
-    spans = _item_spans(body)
+    spans = item_spans(body)
     if len(spans) != items:
-        raise CannotSubstitute("the elements of mm_items were not found one by one")
-    out: list[bytes] = []
-    done = 0
-    for index in sorted(indices):
-        start, end = spans[index]
-        out += (body[done:start], msgspec.json.encode(_replaced(msgspec.json.decode(body[start:end]))))
-        done = end
-    out.append(body[done:])
-    return b"".join(out)
+        raise CannotRewrite("the elements of mm_items were not found one by one")
+    wanted = [spans[index] for index in sorted(indices)]
+    return splice(body, [(start, end, _replaced(msgspec.json.decode(body[start:end]))) for start, end in wanted])
 
 
 @cache
@@ -120,71 +105,6 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _replaced(item: object) -> object:
-    if not isinstance(item, dict):
+    if not isinstance(item, dict) or "url" not in item:
         return unreadable_uri()
     return {**{name: value for name, value in item.items() if name != "content_hash"}, "url": unreadable_uri()}
-
-
-def _item_spans(body: bytes) -> list[tuple[int, int]]:
-    """Where the elements of the (last) top-level ``mm_items`` list lie: offsets of their first byte and end."""
-    spans: list[tuple[int, int]] = []
-    depth = 0
-    in_items = False
-    opened = 0
-    for kind, start, end in _tokens(body):
-        if kind == 0x22:  # A string.
-            if in_items and depth == 2:
-                spans.append((start, end))
-            elif depth == 1 and _is_name(body, start, end) and body[start:end] == b'"mm_items"':
-                in_items = True
-                spans = []
-            elif depth == 1 and _is_name(body, start, end):
-                # Spelt with an escape it would still be mm_items to a parser.
-                if b"\\" in body[start:end] and msgspec.json.decode(body[start:end]) == "mm_items":
-                    raise CannotSubstitute("the name mm_items is written with escapes")
-                in_items = False
-            continue
-        if kind in b"[{":
-            depth += 1
-            if depth == 3:
-                opened = start
-        else:
-            if in_items and depth == 3:
-                spans.append((opened, end))
-            depth -= 1
-            if depth == 1:
-                in_items = False
-    return spans
-
-
-def _is_name(body: bytes, start: int, end: int) -> bool:
-    return body[end : end + 64].lstrip()[:1] == b":"
-
-
-def _tokens(body: bytes) -> Iterator[tuple[int, int, int]]:
-    """Strings (whole) and brackets in order: first byte, start, end."""
-    at = 0
-    for _ in range(MAX_STEPS):
-        match = _TOKEN.search(body, at)
-        if match is None:
-            return
-        start = match.start()
-        at = start + 1
-        if body[start] == 0x22:
-            at = _string_end(body, start)
-        yield body[start], start, at
-    raise CannotSubstitute("the body has too many parts to walk")
-
-
-def _string_end(body: bytes, start: int) -> int:
-    at = start + 1
-    for _ in range(MAX_STEPS):
-        at = body.index(b'"', at) + 1
-        back = at - 2
-        while back > start and body[back] == 0x5C:
-            back -= 1
-            if at - back > 1_000:
-                raise CannotSubstitute("a string of the body has too many escapes")
-        if (at - 2 - back) % 2 == 0:
-            return at
-    raise CannotSubstitute("a string of the body has too many escapes")

@@ -11,7 +11,11 @@ several parts, while a late copy of an only part is dropped as inactive):
 | lost on a kept-alive connection, 0 bytes | elsewhere | elsewhere: the server's idle timer, as far as one can see|
 | lost after the body was sent, garbage    | elsewhere | elsewhere if the process is provably dead, else 502      |
 | no answer in time                        | 504       | 504: the caller's own wait is spent                      |
-| 400, 409, 500, 504 and all others        | passed on | passed on: the encoder has told the prefill side already |
+| 409 and all others                       | passed on | passed on                                                |
+| 400, 500, 504                            | passed on | passed on: the encoder has told the prefill side already |
+
+With zmq_to_scheduler the last row, and the loss of an encoder, look better while no registration has been passed on
+to it: then nothing can have been pushed and nobody knows (`remedy`).
 
 "Provably dead" means that a fresh TCP connect to its port is refused. It cannot push an embedding any more then;
 without a new attempt the request would fail for certain, with one it can only fail.
@@ -37,7 +41,7 @@ from fullhit.http.wire import (
     UpstreamTimeout,
 )
 
-__all__ = ["Answer", "Failure", "Origins", "failure_of", "is_listening", "refusal_of"]
+__all__ = ["Answer", "Failure", "Origins", "failure_of", "is_listening", "refusal_of", "with_id"]
 
 Retry = Literal["yes", "if_harmless", "no"]
 
@@ -69,6 +73,14 @@ class Failure:
     message: str
     blame: bool = True
     answer: Answer | None = None
+
+
+def with_id(answer: Answer, told: str, known: str) -> Answer:
+    """``answer`` to a part that the encoder was ``told`` under another id than the caller has ``known`` it by."""
+    old, new = (msgspec.json.encode(one)[1:-1] for one in (told, known))
+    if told == known or old not in answer.body:
+        return answer
+    return Answer(answer.status, answer.headers, answer.body.replace(old, new))
 
 
 def failure_of(error: UpstreamError) -> Failure:
