@@ -24,7 +24,9 @@ import fullhit
 from fullhit import settings as build
 from fullhit.config import Config, ConfigError, WorkerConfig, parse_address
 from fullhit.core import Pool
+from fullhit.core.parity import make_pool
 from fullhit.decision import DecisionService, DecisionSettings
+from fullhit.dynamo import DynamoPool
 from fullhit.events import EmbeddedNats, EmbeddedNatsError, EventPlane, NatsPlane
 from fullhit.events.linked import LinkedIngest
 from fullhit.events.no_plane import NoPlane
@@ -34,6 +36,7 @@ from fullhit.http.encoder import EncoderGateway, sglang_error
 from fullhit.http.wire import HttpListener, UpstreamClient
 from fullhit.rpc import LinePlane, RpcMissing, load_server
 from fullhit.telemetry import DecisionLines, Log, LogFormat, LoopLag, Metrics, Telemetry, bridge_logging
+from fullhit_publisher.dynamo_keys import require as require_keys
 from fullhit_publisher.wire import Heartbeat
 
 if TYPE_CHECKING:
@@ -66,7 +69,7 @@ class Router:
         clock = time.monotonic
         ids = itertools.count(1)  # shared, so that a decision's id says all
         self.pools: dict[str, Pool] = {
-            name: Pool(name, build.pool_settings(pool), clock=clock, ids=ids) for name, pool in config.pool.items()
+            name: make_pool(name, build.pool_settings(pool), clock=clock, ids=ids) for name, pool in config.pool.items()
         }
         metrics = Metrics(self.pools)
         self.telemetry = Telemetry(metrics, log, decisions=cast("DecisionLines", config.log.decisions))
@@ -104,6 +107,7 @@ class Router:
         self.lag = LoopLag()
         self.nats: EmbeddedNats | None = None
         self.plane: EventPlane | None = None
+        self.dynamo: dict[str, DynamoPool] = {}
         self.draining = False
         self._admin: web.AppRunner | None = None
         self._context: AdminContext | None = None
@@ -126,6 +130,9 @@ class Router:
                 )
         self.plane = await self._make_plane()
         await self.plane.start()
+        self._make_dynamo()
+        for dynamo in self.dynamo.values():
+            await dynamo.start()
         await self.supervisor.start()
         data = await self._listen_data()
         admin = await self._listen_admin()
@@ -160,6 +167,7 @@ class Router:
             ("grpc", self._rpc.stop if self._rpc is not None else None),
             ("upstream", self.client.close),
             ("health", self.supervisor.stop),
+            *((f"dynamo {name}", dynamo.close) for name, dynamo in self.dynamo.items()),
             ("event plane", self.plane.close if self.plane is not None else None),
             ("nats-server", self.nats.close if self.nats is not None else None),
             ("admin", self._admin.cleanup if self._admin is not None else None),
@@ -190,6 +198,24 @@ class Router:
             return NatsPlane(plane, self.ingest, build.nats_settings(self.config), log=self.telemetry.event_line)
         except ValueError as error:
             raise StartError(f"events.plane: {error}") from None
+
+    def _make_dynamo(self) -> None:
+        for name, pool in self.config.pool.items():
+            if pool.dynamo is None:
+                continue
+            try:
+                require_keys()
+                self.dynamo[name] = DynamoPool(
+                    name,
+                    build.dynamo_options(self.config, pool.dynamo),
+                    self.ingest,
+                    self.fleet,
+                    clock=self._clock,
+                    metrics=self.telemetry,
+                    log=self.telemetry.event_line,
+                )
+            except (ImportError, ValueError) as error:
+                raise StartError(f"pool.{name}.dynamo: {error}") from None
 
     async def _listen_data(self) -> str:
         address = parse_address(self.config.server.listen, "server.listen")
@@ -251,6 +277,8 @@ class Router:
         status = asdict(self.plane.status())
         if status["kind"] == "none":
             del status["connected"]  # nobody wants it to be
+        if self.dynamo:
+            status["dynamo"] = {name: dynamo.status() for name, dynamo in self.dynamo.items()}
         return status
 
     def _streams(self) -> dict[tuple[str, str], Mapping[str, Any]]:

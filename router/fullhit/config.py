@@ -29,6 +29,7 @@ from fullhit.config_tables import (
     Address,
     Config,
     ConfigError,
+    DynamoConfig,
     EncoderGatewayConfig,
     EventsConfig,
     FullHitConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "Address",
     "Config",
     "ConfigError",
+    "DynamoConfig",
     "EncoderGatewayConfig",
     "EventsConfig",
     "FullHitConfig",
@@ -168,6 +170,9 @@ def effective(config: Config) -> dict[str, Any]:
     plane = urlsplit(config.events.plane.split(",")[0])
     if plane.password or plane.username:
         data["events"]["plane"] = re.sub(r"//[^@/,]*@", "//***@", config.events.plane)
+    for pool in data["pool"].values():
+        for name in ("nats_url", "discovery") if pool["dynamo"] else ():
+            pool["dynamo"][name] = re.sub(r"//[^@/,]*@", "//***@", pool["dynamo"][name])
     return data
 
 
@@ -265,9 +270,17 @@ def _check(config: Config) -> None:
         raise ConfigError("at least one pool is needed", "pool")
     for name, pool in config.pool.items():
         _check_pool(name, pool)
+        if pool.dynamo is not None:
+            _check_dynamo(pool.dynamo, f"pool.{name}.dynamo", config.events.plane)
     gateway = config.encoder_gateway
     if gateway.pool not in config.pool:
         raise ConfigError(f"there is no pool {gateway.pool!r}", "encoder_gateway.pool")
+    if config.pool[gateway.pool].dynamo is not None:
+        raise ConfigError(
+            f"pool {gateway.pool!r} has Dynamo workers, which have no /encode to call; name another pool "
+            "(an empty [pool.default] will do)",
+            "encoder_gateway.pool",
+        )
     _one_of(gateway.bad_image, ("auto", "reject", "substitute", "pass"), "encoder_gateway.bad_image")
     if not 0 <= gateway.aliases <= 1_024:
         raise ConfigError("must be between 0 and 1024", "encoder_gateway.aliases")
@@ -326,12 +339,41 @@ def _check_events(events: EventsConfig) -> None:
                                  "max_buffered_deltas"))  # fmt: skip
 
 
+def _check_dynamo(dynamo: DynamoConfig, key: str, plane: str) -> None:
+    if not dynamo.namespace:
+        raise ConfigError("must not be empty", f"{key}.namespace")
+    _one_of(dynamo.plane, ("nats", "zmq"), f"{key}.plane")
+    kind, _, place = dynamo.discovery.partition(":")
+    if kind not in ("file", "etcd") or not place:
+        raise ConfigError(
+            f"expected file:PATH (the folder of DYN_FILE_KV) or etcd:URL, got {dynamo.discovery!r}", f"{key}.discovery"
+        )
+    if dynamo.plane == "nats":
+        if not dynamo.nats_url:
+            if urlsplit(plane).scheme not in ("nats", "tls"):
+                raise ConfigError(
+                    "needed, for events.plane is no NATS server that Dynamo could use too", f"{key}.nats_url"
+                )
+            dynamo.nats_url = plane
+        if dynamo.brokers:
+            raise ConfigError('are for plane = "zmq"', f"{key}.brokers")
+    for broker in dynamo.brokers:
+        if not broker.startswith("tcp://"):
+            raise ConfigError(f"expected the tcp:// address of a broker's XPUB side, got {broker!r}", f"{key}.brokers")
+    _positive(dynamo, key, ("lease",))
+
+
 def _check_pool(name: str, pool: PoolConfig) -> None:
     key = f"pool.{name}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
         raise ConfigError("a pool's name has 1 to 64 letters, digits, _ . or -", key)
     _one_of(pool.role, ("encode",), f"{key}.role")
     _one_of(pool.policy, POLICIES, f"{key}.policy")
+    _one_of(pool.parity, ("none", "dynamo"), f"{key}.parity")
+    if pool.parity == "dynamo" and pool.device_ratios:
+        raise ConfigError('must be left out with parity = "dynamo"', f"{key}.device_ratios")
+    if pool.dynamo is not None and pool.workers:
+        raise ConfigError("must be left out: discovery finds the workers of a Dynamo pool", f"{key}.workers")
     _one_of(pool.full_hit.prefer, ("gpu", "any"), f"{key}.full_hit.prefer")
     if pool.ratio < 1:
         raise ConfigError("must be a whole number of at least 1", f"{key}.ratio")

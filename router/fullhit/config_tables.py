@@ -6,7 +6,7 @@ Plain typed structures. Reading, merging and checking them is `fullhit.config`. 
 from __future__ import annotations
 
 import ipaddress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,6 +17,7 @@ __all__ = [
     "Address",
     "Config",
     "ConfigError",
+    "DynamoConfig",
     "EncoderGatewayConfig",
     "EventsConfig",
     "FullHitConfig",
@@ -126,11 +127,31 @@ class FullHitConfig(Table):
     prefer: str = "gpu"
 
 
+class DynamoConfig(Table):
+    """A pool whose workers are a Dynamo deployment's: where their lease and their events are found, and how they key.
+
+    ``discovery``: ``file:PATH`` or ``etcd:URL``. ``plane``: ``nats`` or ``zmq``; without ``nats_url`` the URL of
+    ``events.plane``, without ``brokers`` every publisher's own socket.
+    """
+
+    namespace: str
+    discovery: str
+    component: str = ""
+    endpoint: str = ""
+    plane: str = "nats"
+    nats_url: str = ""
+    brokers: list[str] = msgspec.field(default_factory=list)
+    lease: float = 10.0
+    session_scoped: bool = True
+    video_config: dict[str, Any] | None = None
+
+
 class PoolConfig(Table):
     """Workers which are interchangeable. ``ratio`` = requests on a GPU per request on a CPU."""
 
     role: str = "encode"
     policy: str = "device-aware-weighted"
+    parity: str = "none"
     ratio: int = 8
     full_hit: FullHitConfig = msgspec.field(default_factory=FullHitConfig)
     device_ratios: dict[str, int] = msgspec.field(default_factory=dict)
@@ -141,6 +162,7 @@ class PoolConfig(Table):
     max_keys_per_worker: int = 2_000_000
     max_workers: int = 4_096
     workers: list[WorkerConfig | str] = msgspec.field(default_factory=list)
+    dynamo: DynamoConfig | None = None
 
 
 class EncoderGatewayConfig(Table):

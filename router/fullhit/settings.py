@@ -5,20 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from fullhit.config import Config, ConfigError, EncoderGatewayConfig, PoolConfig
+from fullhit.config import Config, ConfigError, DynamoConfig, EncoderGatewayConfig, PoolConfig
 from fullhit.core import DeviceClass, PoolSettings
+from fullhit.dynamo import DynamoOptions
 from fullhit.events import IngestSettings, NatsSettings, StreamSettings
+from fullhit.events.dynamo_scope import DynamoScope
 from fullhit.fleet import FleetSettings
 from fullhit.http.encoder import GatewaySettings, PartLimits
 from fullhit.http.encoder.settings import BadImage
 from fullhit.http.wire import ListenerLimits, UpstreamLimits
 from fullhit.rpc.settings import RpcSettings
+from fullhit_publisher.dynamo_keys import KeyRules
 from fullhit_publisher.wire import Limits
 
 __all__ = [
+    "dynamo_options",
     "fleet_settings",
     "gateway_settings",
     "ingest_settings",
+    "key_rules",
     "listener_limits",
     "nats_settings",
     "pool_settings",
@@ -39,6 +44,7 @@ def pool_settings(pool: PoolConfig) -> PoolSettings:
         )
     return PoolSettings(
         policy=pool.policy,
+        parity="dynamo" if pool.parity == "dynamo" else "none",
         ratio=pool.ratio,
         full_hit_prefer="any" if pool.full_hit.prefer == "any" else "gpu",
         classes=classes,
@@ -86,6 +92,24 @@ def nats_settings(config: Config) -> NatsSettings:
     """`NatsPlane`."""
     file = config.events.credentials_file
     return NatsSettings(credentials=Path(file) if file else None)
+
+
+def dynamo_options(config: Config, dynamo: DynamoConfig) -> DynamoOptions:
+    """`DynamoPool`."""
+    return DynamoOptions(
+        scope=DynamoScope(dynamo.namespace, dynamo.component, dynamo.endpoint),
+        discovery=dynamo.discovery,
+        plane=dynamo.plane,
+        nats=dynamo.nats_url,
+        brokers=tuple(dynamo.brokers),
+        lease=dynamo.lease,
+        nats_settings=nats_settings(config),
+    )
+
+
+def key_rules(dynamo: DynamoConfig) -> KeyRules:
+    """Keys of media for a Dynamo pool."""
+    return KeyRules(session_scoped=dynamo.session_scoped, video_config=dynamo.video_config)
 
 
 def listener_limits(config: Config) -> ListenerLimits:

@@ -164,6 +164,11 @@ def readiness(context: AdminContext) -> dict[str, Any]:
     plane = dict(context.plane_status())
     if plane.get("connected") is False:
         reasons.append("event plane: " + str(plane.get("error") or "not connected"))
+    for name, dynamo in plane.get("dynamo", {}).items():
+        if not dynamo["plane"]["connected"]:
+            reasons.append(f"pool {name}: Dynamo's event plane: " + (dynamo["plane"]["error"] or "not connected"))
+        if dynamo["discovery_error"]:
+            reasons.append(f"pool {name}: Dynamo's discovery: {dynamo['discovery_error']}")
     leaving = context.draining()
     if leaving:
         reasons.insert(0, "the router is draining")
