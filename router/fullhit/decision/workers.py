@@ -35,6 +35,7 @@ class WorkerRow(NamedTuple):
     state: str
     source: str
     labels: tuple[tuple[str, str], ...]
+    draining: bool
     usable: bool
     doubtful: bool
     publishing: bool
@@ -73,6 +74,7 @@ def _row(pool: Pool, member: Member) -> WorkerRow:
         state=str(member.state),
         source=str(member.source),
         labels=tuple(sorted((spec.labels or {}).items())),
+        draining=member.draining,
         usable=worker is not None and worker.fit,
         doubtful=worker is not None and worker.doubtful,
         publishing=worker is not None and worker.publishing,

@@ -129,6 +129,7 @@ def worker_message(row: WorkerRow) -> pb.Worker:
         state=row.state,
         source=row.source,
         labels=dict(row.labels),
+        draining=row.draining,
         usable=row.usable,
         doubtful=row.doubtful,
         publishing=row.publishing,

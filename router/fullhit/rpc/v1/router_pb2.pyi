@@ -185,7 +185,7 @@ class ListWorkersReply(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "url", "pool", "device", "device_class", "weight", "max_inflight", "state", "source", "labels", "usable", "doubtful", "publishing", "keys", "inflight_requests", "encoding_requests", "id")
+    __slots__ = ("worker_id", "url", "pool", "device", "device_class", "weight", "max_inflight", "state", "source", "labels", "usable", "doubtful", "publishing", "keys", "inflight_requests", "encoding_requests", "id", "draining")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class Worker(_message.Message):
     INFLIGHT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     ENCODING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     worker_id: int
     url: str
     pool: str
@@ -227,7 +228,8 @@ class Worker(_message.Message):
     inflight_requests: int
     encoding_requests: int
     id: str
-    def __init__(self, worker_id: _Optional[int] = ..., url: _Optional[str] = ..., pool: _Optional[str] = ..., device: _Optional[str] = ..., device_class: _Optional[str] = ..., weight: _Optional[float] = ..., max_inflight: _Optional[int] = ..., state: _Optional[str] = ..., source: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., usable: _Optional[bool] = ..., doubtful: _Optional[bool] = ..., publishing: _Optional[bool] = ..., keys: _Optional[int] = ..., inflight_requests: _Optional[int] = ..., encoding_requests: _Optional[int] = ..., id: _Optional[str] = ...) -> None: ...
+    draining: bool
+    def __init__(self, worker_id: _Optional[int] = ..., url: _Optional[str] = ..., pool: _Optional[str] = ..., device: _Optional[str] = ..., device_class: _Optional[str] = ..., weight: _Optional[float] = ..., max_inflight: _Optional[int] = ..., state: _Optional[str] = ..., source: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., usable: _Optional[bool] = ..., doubtful: _Optional[bool] = ..., publishing: _Optional[bool] = ..., keys: _Optional[int] = ..., inflight_requests: _Optional[int] = ..., encoding_requests: _Optional[int] = ..., id: _Optional[str] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class WatchWorkersRequest(_message.Message):
     __slots__ = ("pool",)
