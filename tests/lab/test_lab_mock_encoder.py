@@ -149,12 +149,18 @@ async def test_encode_answers_only_after_every_rank_has_registered(
 
 
 async def test_the_same_part_posted_twice_is_delivered_twice(
-    module_encoder: str, http: aiohttp.ClientSession, pictures: list[bytes]
+    module_encoder: str, http: aiohttp.ClientSession, pictures: list[bytes], until: Until
 ) -> None:
     url = module_encoder
     async with Rank() as rank:
         body = encode_body("twice", data_uri(pictures[0]))
+        before = (await fetch_json(f"{url}/mock/stats"))["requests"]
         encodes = [asyncio.create_task(post(http, f"{url}/encode", body)) for _ in range(2)]
+
+        async def both_there() -> bool:
+            return bool((await fetch_json(f"{url}/mock/stats"))["requests"] == before + 2)
+
+        await until(both_there)
         assert await post(http, f"{url}/scheduler_receive_url", rank.registration("twice")) == (200, None)
         assert await asyncio.gather(*encodes) == [(200, None), (200, None)]
         assert (await rank.part())[0] == (await rank.part())[0]
