@@ -464,7 +464,7 @@ class Life(RuleBasedStateMachine):
         if offered:
             assert self.table.offer(part, attempt)
         unheard = self.table.unheard(part, attempt)
-        assert unheard == (part.copies == 1 and part.offered != attempt)
+        assert unheard == (part.copies == 1 and part.on_wire <= 1 and part.offered != attempt)
         fresh = self.table.fresh_id(part)
         if unheard and fresh:
             assert fresh not in self.ids
