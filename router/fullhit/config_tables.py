@@ -181,6 +181,7 @@ class EncoderGatewayConfig(Table):
     registration: bool = True
     max_parts: int = 200_000
     bad_image: str = "auto"
+    verify_media: bool = True
     upstream_idle_timeout: float = 3.0
     upstream_max_connections: int = 4_096
 

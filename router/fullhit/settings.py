@@ -149,6 +149,7 @@ def gateway_settings(gateway: EncoderGatewayConfig) -> GatewaySettings:
         max_lost=gateway.max_lost,
         registration=gateway.registration,
         bad_image=cast("BadImage", gateway.bad_image),  # checked by `load_config`
+        verify_media=gateway.verify_media,
         parts=PartLimits(max_parts=gateway.max_parts),
     )
 
