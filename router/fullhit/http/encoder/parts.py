@@ -325,7 +325,7 @@ class PartTable:
         return f"{part.req_id}r{self._fresh_ids}"
 
     def unheard(self, part: Part, attempt: int) -> bool:
-        """The encoder of ``attempt`` has had one copy and knows no destination, so nothing of it has reached anybody."""
+        """The encoder of ``attempt`` got one copy and knows no destination: nothing of it has reached anybody."""
         return max(part.copies, part.on_wire) == 1 and attempt == part.attempt and part.offered != attempt
 
     def close_ok(self, part: Part, *, keep: bool) -> None:
