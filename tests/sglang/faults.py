@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import random
 import signal
 
 import aiohttp
+from PIL import Image
 
 from .case import Run, case
-from .client import ChatReply, data_uri, encode_body, new_part_id, picture, registration
+from .client import ChatReply, data_uri, encode_body, new_part_id, picture, registration, tokens_of
 from .processes import free_port, until
 from .stack import TO_SCHEDULER, TO_TOKENIZER, Server
 
 CONCURRENCY = 6
+SUBSTITUTE_TOKENS = 64  # what the picture that says "unreadable image" becomes in the tiny model
 
 
 @case("an encoder is killed under 40 chats, then used again", aliases=False, limit=300.0)
@@ -125,15 +129,35 @@ async def unregisters(run: Run) -> None:
         await run.language_server_lives()
 
 
-@case(
-    "a picture URL that cannot be fetched does not stop the language server",
-    backends=(TO_SCHEDULER,),
-    intact=False,
-    known_limit="SGLang 0.5.23 ends over any failed /encode, and the router does not fetch pictures",
-)
+@case("a picture URL that cannot be fetched does not stop the language server", backends=(TO_SCHEDULER,), aliases=False)
 async def unreachable_to_scheduler(run: Run) -> None:
-    reply = await run.chat([f"http://127.0.0.1:{free_port()}/none.png"])
-    run.note = f"client got {reply.status}"
+    await survives(run, {"unreachable": f"http://127.0.0.1:{free_port()}/none.png"})
+
+
+@case("pictures damaged behind a good header do not stop the language server", backends=(TO_SCHEDULER,), aliases=False)
+async def damaged_to_scheduler(run: Run) -> None:
+    await survives(run, damaged_pictures(run))
+
+
+@case("the same over aliases", backends=(TO_SCHEDULER,), aliases=True)
+async def damaged_over_aliases(run: Run) -> None:
+    await survives(run, {"unreachable": f"http://127.0.0.1:{free_port()}/none.png", **damaged_pictures(run)})
+
+
+async def survives(run: Run, unreadable: dict[str, str]) -> None:
+    """Chats with pictures that only the encoder can find out about; good ones beside them stay as they are."""
+    slowest = 0.0
+    for name, bad in unreadable.items():
+        first, second = run.new_pictures(2)
+        for pictures in ([bad], [first, bad, second]):
+            reply = await run.chat(pictures)
+            run.expect(reply.status == 200, f"{name}: {reply.brief}")
+            wanted = tokens_of(len(pictures) - 1) + SUBSTITUTE_TOKENS
+            run.expect(reply.image_tokens == wanted, f"{name}: {reply.image_tokens} image tokens, {wanted} expected")
+            run.stack.language.process.check()
+            slowest = max(slowest, reply.seconds)
+    await asyncio.gather(*(run.chat([bad, *run.new_pictures()]) for bad in unreadable.values()))
+    run.note = f"slowest {slowest:.1f} s"
     await run.language_server_lives()
 
 
@@ -179,4 +203,18 @@ def broken_pictures(run: Run) -> dict[str, str]:
         "not base64": "data:image/png;base64,@@@@!!!!",
         "header only": data_uri(whole[:40]),
         "cut off": data_uri(whole[: len(whole) // 2]),
+    }
+
+
+def damaged_pictures(run: Run) -> dict[str, str]:
+    """Inline pictures whose header is fine while no decoder gets to their last pixel."""
+    noise = Image.frombytes("RGB", (96, 96), random.Random(next(run.seeds)).randbytes(96 * 96 * 3))
+    sink = io.BytesIO()
+    noise.save(sink, "JPEG", quality=90)
+    whole_jpeg, whole_png = sink.getvalue(), bytearray(picture(next(run.seeds), 96))
+    middle = len(whole_png) // 2
+    whole_png[middle : middle + 64] = bytes(64)
+    return {
+        "JPEG cut off": data_uri(whole_jpeg[: len(whole_jpeg) * 2 // 3], "jpeg"),
+        "PNG overwritten": data_uri(bytes(whole_png)),
     }
