@@ -247,6 +247,27 @@ async def test_a_broken_picture_is_refused_with_400_and_an_error_part(
         assert (header.error_code, header.error_message) == (400, reply["message"])
 
 
+async def test_sizes_are_told_for_every_backend_once_the_media_are_decoded(
+    start_encoder: StartEncoder, http: aiohttp.ClientSession, pictures: list[bytes]
+) -> None:
+    _, url = await start_encoder("--vit-ms", "50", "--embedding-kb", "64")
+    question = f"{url}/scheduler_receive_meta_data"
+    asked = asyncio.create_task(post(http, question, {"req_id": "good_local_part_0", "part_idx": 0}))
+    encode = asyncio.create_task(post(http, f"{url}/encode", encode_body("good", data_uri(pictures[0]))))
+    sizes = {"embedding_size": 65536, "embedding_len": 64, "embedding_dim": 512}
+    assert await asked == (200, {"req_id": "good_local_part_0", "part_idx": 0, **sizes})
+    assert not encode.done(), "nobody has registered yet"
+    async with Rank() as rank:
+        assert await post(http, f"{url}/scheduler_receive_url", rank.registration("good")) == (200, None)
+        assert await encode == (200, None)
+        assert (await rank.part())[0].shape == (64, 512)
+    assert (await post(http, f"{url}/encode", encode_body("bad", "data:image/png;base64,AAAA")))[0] == 400
+    status, reply = await post(http, question, {"req_id": "bad_local_part_0", "part_idx": 0})
+    assert status == 500
+    assert "cannot decode image" in reply["message"]
+    assert (await fetch_json(f"{url}/mock/stats"))["error_parts"] == 0, "who has not registered is told nothing"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,9 +1,10 @@
 """Mock encoder, the HTTP application: what an SGLang encoder answers, without a model or a GPU.
 
 It keeps the contract of SGLang 0.5.23's encoder as far as a router and a language server can see it: ``/encode``,
-``/scheduler_receive_url`` and their two orders, the ``null`` that comes only after the push, 400 with an error part
-for a broken picture, ``/scheduler_receive_meta_data`` and ``/send`` for mooncake (sizes and a completion without
-payload, nothing does RDMA), 404 for a path with a prefix. Deliberate simplifications: a cache per item, no batching,
+``/scheduler_receive_url`` and their two orders, the ``null`` that comes only after the push, 400 at once for a broken
+picture and an error part for those who have registered or do so later, ``/scheduler_receive_meta_data`` (for every
+backend: 200 once the media are decoded, 500 if they cannot be), ``/send`` for mooncake (a completion without payload,
+nothing does RDMA), 404 for a path with a prefix. Deliberate simplifications: a cache per item, no batching,
 one device, ``/health`` costs nothing.
 
 ``GET /mock/stats`` and ``GET /mock/cache`` show what it did, ``POST /mock/faults`` makes it misbehave while it runs.
@@ -71,7 +72,7 @@ class EncoderSettings:
 
 @dataclass(slots=True)
 class _Staged:
-    """A mooncake part that waits for ``/send``; ``ready`` holds its sizes or the failure."""
+    """A part and, in ``ready``, its sizes or its failure. With mooncake it waits for ``/send``."""
 
     ready: asyncio.Future[dict[str, Any]]
     header: PartHeader | None = None
@@ -165,14 +166,24 @@ class MockEncoder:
 
     async def _encode_zmq(self, req_id: str, body: Mapping[str, Any]) -> web.Response:
         state = self._rendezvous.begin(req_id)
+        staged = self._staged.get(req_id)
+        if staged is None or staged.ready.done():
+            staged = self._stage(req_id)
         keep_state = False
+
+        def loaded() -> None:
+            if not staged.ready.done():
+                length = len(body["mm_items"]) * self.device.settings.embedding_kb * 1024
+                staged.ready.set_result(_sizes(length, length // ROW_BYTES, COLUMNS))
+
         try:
             try:
-                header, payload = await self._compute(req_id, body)
+                header, payload = await self._compute(req_id, body, loaded)
             except _Refused as refusal:
+                _fail(staged, refusal)
                 if refusal.status in (400, 500) and "num_parts" in body:
                     keep_state = True
-                    self._push_error(state, body, refusal)
+                    self._push_error(state, body, refusal, staged)
                 raise
             await self._deliver(state, body, header.frames(payload))
             self.counts["pushed_parts"] += 1
@@ -181,6 +192,7 @@ class MockEncoder:
         finally:
             if not keep_state:
                 self._rendezvous.end(state)
+                self._forget(req_id, staged)
 
     async def _encode_mooncake(self, req_id: str, body: Mapping[str, Any]) -> web.Response:
         # Each rank of an older language server posts the same /encode: one of them encodes, all get the answer.
@@ -190,18 +202,16 @@ class MockEncoder:
             try:
                 header, payload = await self._compute(req_id, body)
             except BaseException as problem:
-                if not staged.ready.done():
-                    refusal = problem if isinstance(problem, _Refused) else _Refused(500, "cancelled", req_id)
-                    staged.ready.set_exception(refusal)
-                    staged.ready.exception()  # nobody else may be waiting
+                _fail(staged, problem if isinstance(problem, _Refused) else _Refused(500, "cancelled", req_id))
                 raise
             staged.header = header
-            sizes = {"embedding_size": len(payload), "embedding_len": header.shape[0], "embedding_dim": header.shape[1]}
-            staged.ready.set_result(sizes)
+            staged.ready.set_result(_sizes(len(payload), *header.shape))
         sizes = await asyncio.shield(staged.ready)
         return web.json_response({**{name: body[name] for name in body if name != "mm_items"}, **sizes})
 
-    async def _compute(self, req_id: str, body: Mapping[str, Any]) -> tuple[PartHeader, bytes]:
+    async def _compute(
+        self, req_id: str, body: Mapping[str, Any], on_loaded: Callable[[], None] = lambda: None
+    ) -> tuple[PartHeader, bytes]:
         modality, items = body.get("modality"), body.get("mm_items")
         num_parts, part_idx = body.get("num_parts"), body.get("part_idx")
         if modality not in MODALITIES:
@@ -213,7 +223,7 @@ class MockEncoder:
         if self._rng.random() < self.faults.fail_rate:
             raise _Refused(self.faults.status, f"mock fault: {self.faults.status} on purpose", req_id)
         try:
-            embeddings = await self.device.encode(items, modality)
+            embeddings = await self.device.encode(items, modality, on_loaded)
         except Undecodable as problem:
             raise _Refused(400, f"mock encoder: {problem}", req_id) from None
         rows = tuple(len(embedding) // ROW_BYTES for embedding in embeddings)
@@ -237,11 +247,12 @@ class MockEncoder:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    def _push_error(self, state: Destinations, body: Mapping[str, Any], refusal: _Refused) -> None:
+    def _push_error(self, state: Destinations, body: Mapping[str, Any], refusal: _Refused, staged: _Staged) -> None:
         """In the background: who waits for the part is told over ZMQ too, once it has registered."""
         part_idx, num_parts = body.get("part_idx"), body.get("num_parts")
         if not _is_int(part_idx) or not _is_int(num_parts):
             self._rendezvous.end(state)
+            self._forget(state.req_id, staged)
             return
         header = PartHeader(
             state.req_id,
@@ -260,6 +271,7 @@ class MockEncoder:
                 log.warning("mock: error part of %s not delivered: %s", state.req_id, problem)
             finally:
                 self._rendezvous.end(state)
+                self._forget(state.req_id, staged)
 
         task = asyncio.create_task(push())
         self._background.add(task)
@@ -333,6 +345,10 @@ class MockEncoder:
             self._staged.popitem(last=False)[1].ready.cancel()
         return staged
 
+    def _forget(self, req_id: str, staged: _Staged) -> None:
+        if self._staged.get(req_id) is staged:
+            del self._staged[req_id]
+
     # -- looking in and meddling
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -365,6 +381,16 @@ class MockEncoder:
                 return web.json_response(body, status=refusal.status)
 
         return answer
+
+
+def _sizes(size: int, length: int, columns: int) -> dict[str, Any]:
+    return {"embedding_size": size, "embedding_len": length, "embedding_dim": columns}
+
+
+def _fail(staged: _Staged, refusal: _Refused) -> None:
+    if not staged.ready.done():
+        staged.ready.set_exception(refusal)
+        staged.ready.exception()  # nobody may be waiting
 
 
 async def _json_object(request: web.Request) -> dict[str, Any]:

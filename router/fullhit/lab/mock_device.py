@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -66,14 +66,20 @@ class MockDevice:
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="mock-loader")
         self._session: aiohttp.ClientSession | None = None
 
-    async def encode(self, items: Sequence[object], modality: str) -> list[bytes]:
-        """One embedding per item, in order. Raises Undecodable when one cannot be fetched or decoded."""
+    async def encode(
+        self, items: Sequence[object], modality: str, on_loaded: Callable[[], None] = lambda: None
+    ) -> list[bytes]:
+        """One embedding per item, in order. Raises Undecodable when one cannot be fetched or decoded.
+
+        ``on_loaded`` is called when all are, before the first one is encoded.
+        """
         keys = [None if key is None else key_text(key) for key in (item_key(item, modality) for item in items)]
         self.stats.images += len(items)
         found = [None if key is None else self._cached(key) for key in keys]
         missing = [index for index, embedding in enumerate(found) if embedding is None]
         contents = await asyncio.gather(*(self._load(items[index], modality) for index in missing))
         loaded = dict(zip(missing, contents, strict=True))
+        on_loaded()
         result: list[bytes] = []
         for index, embedding in enumerate(found):
             if embedding is None:
