@@ -83,6 +83,7 @@ class Router:
             on_unknown_worker=self._unknown_worker,
             on_heartbeat=self._heartbeat,
         )
+        self.ingest.promised = self.telemetry.promised
         self.fleet.on_added.append(self.ingest.worker_added)
         self.fleet.on_removed.append(self.ingest.worker_removed)
         self.fleet.on_removed.append(self.telemetry.worker_removed)

@@ -340,16 +340,25 @@ def test_a_worker_of_ours_with_the_same_number_is_another_worker() -> None:
     assert not desk.pool.holds(url, fold(A))
 
 
-def test_keys_that_come_again_and_again_although_they_are_held_speak_for_a_lost_removal() -> None:
+def test_promised_hits_that_were_encoded_after_all_speak_for_a_lost_removal() -> None:
     desk = Desk(doubt_ttl=100.0)
+    promised: set[bytes] = set()
+    desk.ingest.promised = lambda pool, worker, keys: (
+        (pool, worker) == ("enc", dynamo_name(W)) and bool(promised & set(keys))
+    )
     desk.add(W)
     desk.say(0, [A, B, C])
-    desk.say(1, [A])
-    desk.say(2, [B])
-    assert desk.state() == "live"  # may be a removal and an addition merged
-    desk.say(3, [C], [C])  # removed and added: no contradiction
+    for sequence in range(1, 20):
+        desk.say(sequence, [A])
+    assert desk.state() == "live", "nobody was promised anything"
+    promised.update(map(fold, (A, B, C)))
+    desk.say(20, [A])
+    desk.say(21, [B])
+    assert desk.state() == "live"  # may be evictions on the way
+    desk.say(22, [C], [C])  # removed and added: no contradiction
+    desk.say(23, [D])
     assert desk.state() == "live"
-    desk.say(4, [C])
+    desk.say(24, [C])
     assert desk.state() == "doubtful" and not desk.full_hit(A)
 
 

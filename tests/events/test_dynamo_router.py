@@ -112,6 +112,11 @@ async def test_a_fleet_over_nats_is_discovered_followed_chosen_from_and_forgotte
                 async with session.get(f"http://{host}:{port}/workers") as response:
                     text = await response.text()
             assert f'"{BIG}"' in text and f":{BIG}" not in text.replace(f"dynamo:{BIG}", ""), "64 bits are text in JSON"
+            taken = pool.select(SelectRequest(keys=(fold(key),), items=1))
+            router.telemetry.decision(taken)
+            for sequence in (1, 2, 3):  # encoded after all, and again
+                await client.publish(f"namespace.ns.{TOPIC}", envelope(sequence, url_key(URL)))
+            await eventually(lambda: taken.worker.doubtful)
             big.unlink()
             await eventually(lambda: len(pool) == 1)
             assert pool.holders(fold(key)) == []

@@ -15,18 +15,19 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from fullhit.core import Pool
 from fullhit_publisher import wire
 from fullhit_publisher.identity import dynamo_instance, normalize_url, worker_id_for
+from fullhit_publisher.keys import Key
 from fullhit_publisher.wire import Heartbeat, WireError
 
 from . import effects as fx
 from .effects import Effect
-from .lane import Backlog, Lane, PoolEntries
+from .lane import Backlog, Lane, PoolEntries, Promised
 from .messages import Beat, Delta, Part, Received, decode
 from .observer import EventLog, EventMetrics, NullMetrics
 from .plane import OutgoingRequest
@@ -115,6 +116,8 @@ class Ingest:
         self._publisher_id = self._rng.getrandbits(53) | 1
         self._sequence = 0
         self._dynamo_up: set[str] = set()
+        self.promised: Promised = lambda pool, worker, keys: False
+        """Asked when a worker of Dynamo's adds keys that it ought to hold already."""
         self.on_work: Callable[[], None] = lambda: None
         """Called when something was fed that a dispatcher may have to act upon."""
 
@@ -136,7 +139,7 @@ class Ingest:
                 return
             self._close(address)
         now = self._clock()
-        stream = WorkerStream(PoolEntries(home, worker), self.settings.stream, self._rng)
+        stream = WorkerStream(PoolEntries(home, worker, self._was_promised), self.settings.stream, self._rng)
         number = worker_id_for(worker_id)
         lane = Lane(home, worker, number, stream, self._report, self._backlog, self.settings.slice_keys)
         lane.added_at = now
@@ -345,6 +348,9 @@ class Ingest:
             address = wire.parse_events_subject(subject)
             self._addresses[subject] = address
             return address
+
+    def _was_promised(self, pool: str, worker: str, keys: Sequence[Key]) -> bool:
+        return self.promised(pool, worker, keys)
 
     def _lanes_of(self, dynamo_pool: str | None) -> list[Lane]:
         """Lanes fed by our own plane, or by that of a pool's Dynamo deployment."""

@@ -22,7 +22,10 @@ from .keybatch import KeyBatch
 from .messages import Received
 from .stream import WorkerStream
 
-__all__ = ["Backlog", "Lane", "PoolEntries", "Waiting"]
+__all__ = ["Backlog", "Lane", "PoolEntries", "Promised", "Waiting"]
+
+Promised = Callable[[str, str, Sequence[Key]], bool]
+"""Whether a request was sent to this worker of this pool lately, as a full hit on one of these keys."""
 
 Waiting = tuple[bytes, Received | None]
 """A message put off: its bytes, and what they say if that was read already."""
@@ -31,9 +34,10 @@ Waiting = tuple[bytes, Received | None]
 class PoolEntries:
     """What the pool holds of one worker, as the stream asks for it."""
 
-    __slots__ = ("_id", "_pool", "_worker")
+    __slots__ = ("_id", "_pool", "_promised", "_worker")
 
-    def __init__(self, pool: Pool, worker: Worker) -> None:
+    def __init__(self, pool: Pool, worker: Worker, promised: Promised) -> None:
+        self._promised = promised
         self._pool = pool
         self._worker = worker
         self._id = worker.id
@@ -47,8 +51,9 @@ class PoolEntries:
     def truncated(self) -> bool:
         return self._worker.truncated
 
-    def holds(self, key: Key) -> bool:
-        return self._pool.holds(self._id, key)
+    def contradicts(self, added: Sequence[Key]) -> bool:
+        held = [key for key in added if self._pool.holds(self._id, key)]
+        return bool(held) and self._promised(self._pool.name, self._id, held)
 
 
 class Backlog:

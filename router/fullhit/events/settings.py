@@ -74,8 +74,8 @@ class StreamSettings:
     """Publishers without heartbeats: silence after which their entries are doubtful, until the next delta in order.
     Too low: a warm cache, which publishes nothing, loses its hits. Too high: what was lost in silence is believed."""
     contradictions: int = 3
-    """Publishers without heartbeats: keys added that were held already, within ``doubt_ttl``, which make the worker
-    doubtful. One or two may be a removal and an addition which the publisher merged."""
+    """Publishers without heartbeats: promised full hits that were encoded after all, within ``doubt_ttl``, which make
+    the worker doubtful. One or two may be evictions on the way, which the publisher merged with what came after."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,15 +24,16 @@ Theory of operation
 7.  Publishers which answer no snapshot requests (Dynamo's) count from where we first heard them: what they add from
     then on is true, so the entries are a subset of the cache and safe to act on. After a hole they are doubtful
     until ``doubt_ttl``, then start again from nothing. What such a publisher loses before it counts leaves no hole;
-    two things speak for such a loss. It adds keys that it ought to hold already (a few may be a removal and an addition
-    in one message), or it has not been heard for very long. Several such publishers of one worker count apart.
+    two things speak for such a loss. It adds keys that it ought to hold already and for which it was just sent a
+    request as for a full hit: that was encoded after all. Or it has not been heard for very long. Several such
+    publishers of one worker count apart.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol, cast
 
 from fullhit_publisher.keys import Key
@@ -62,7 +63,9 @@ class Entries(Protocol):
     def digest(self) -> int: ...
     def key_count(self) -> int: ...
     def truncated(self) -> bool: ...
-    def holds(self, key: Key) -> bool: ...
+    def contradicts(self, added: Sequence[Key]) -> bool:
+        """Whether a request was promised a full hit on one of these keys, which are held, and is answered by them."""
+        ...
 
 
 class _Kept(NamedTuple):
@@ -419,20 +422,20 @@ class WorkerStream:
         self._interval = None
 
     def _contradicts(self, changes: Changes) -> bool:
-        """Whether it is time to doubt: the worker adds what it should have already, not for the first time."""
+        """Whether it is time to doubt: the worker encoded what it was believed to hold, not for the first time."""
         if self._apart or not 0 < len(changes.added) <= _COMPARED:
             return False
         try:
             removed = frozenset(changes.removed.all())
-            again = sum(1 for key in changes.added.all() if key not in removed and self._entries.holds(key))
+            added = [key for key in changes.added.all() if key not in removed]
         except ValueError:
             return False  # said of keys that are none, when they are applied
-        if not again:
+        if not self._entries.contradicts(added):
             return False
         if self._now - self._contradicted_at > self._settings.doubt_ttl:
             self._contradictions = 0
         self._contradicted_at = self._now
-        self._contradictions += again
+        self._contradictions += 1
         if self._contradictions < self._settings.contradictions:
             return False
         self._contradictions = 0

@@ -11,10 +11,12 @@ is kept beside the decision and shown by ``GET /decisions``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from fullhit.core.decision import Decision, DecisionLog
+from fullhit.core.types import Key, Reason
 from fullhit.telemetry.log import Log
 from fullhit.telemetry.metrics import Metrics
 
@@ -90,6 +92,21 @@ class Telemetry:
         failed = "error" in outcome or (isinstance(code, int) and code >= 400)
         if failed or self._decisions == "all":
             self.log.event("decision", "warning" if failed else "info", **_line(decision), **outcome)
+
+    def promised(self, pool: str, worker: str, keys: Sequence[Key]) -> bool:
+        """Whether a kept decision sent a request to the worker as a full hit on one of these keys."""
+        log = self._logs.get(pool)
+        if log is None:
+            return False
+        wanted = frozenset(keys)
+
+        def does(decision: Decision) -> bool:
+            if decision.reason is not Reason.FULL_HIT or decision.worker.id != worker:
+                return False
+            request = decision.request
+            return not wanted.isdisjoint(request.keys) or not wanted.isdisjoint(chain(*request.alternatives))
+
+        return bool(log.latest(1, does))
 
     def find_decision(self, id: int, pool: str | None = None) -> dict[str, Any] | None:
         """The record of one decision with its outcome; ids are per pool, the first pool that knows it wins."""
