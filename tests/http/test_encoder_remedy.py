@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullhit.http.encoder.media import parse_encode
-from fullhit.http.encoder.remedy import is_media_fault, suspects
+from fullhit.http.encoder.remedy import brief, is_media_fault, suspects
 from fullhit.http.encoder.rewrite import CannotRewrite, renamed
 from fullhit.http.encoder.upstream import Answer, with_id
 
@@ -76,13 +76,15 @@ def test_only_pictures_in_a_complete_call_can_be_mended() -> None:
     ],
 )
 def test_which_picture_it_was(items: list[object], message: str, expected: list[int]) -> None:
-    assert suspects(body_of(*items), message, ()) == expected
+    assert suspects(body_of(*items), message) == expected
 
 
 def test_at_the_second_complaint_every_picture_is_suspect() -> None:
     body = body_of("http://h/1.png", "http://h/2.png", "http://h/3.png")
-    assert suspects(body, LOADING + "http://h/3.png", {1}) == [0, 2]
-    assert suspects(body, "?", {0, 1, 2}) == []
+    assert suspects(body, LOADING + "http://h/3.png", {1}, again=True) == [0, 2]
+    assert suspects(body, "?", {0, 1, 2}, again=True) == []
+    assert suspects(body, LOADING + "http://h/3.png", {1}) == [2], "found by the router itself, no complaint yet"
+    assert suspects(body, "?", {1}) == [0, 2]
 
 
 TEXT = st.text(max_size=8) | st.sampled_from(["req_id", '"req_id":', "a\\", "[", '{"req_id":"x"}'])
@@ -120,3 +122,14 @@ def test_answers_come_back_under_the_id_that_the_caller_knows() -> None:
     back = with_id(answer, '"a_local_part_0r12', '"a_local_part_0')
     assert back.body == b'{"req_id":"\\"a_local_part_0","message":"\\"a_local_part_0 failed"}'
     assert with_id(Answer(200, [], b"null"), "x", "y").body == b"null"
+
+
+def test_what_an_encoder_says_is_logged_without_pictures_and_secrets() -> None:
+    assert brief(LOADING + "data:image/png;base64," + "A" * 5_000_000 + "==: cannot identify image file") == (
+        LOADING + "data:image/png;base64,...: cannot identify image file"
+    )
+    said = brief(
+        "loading data https://user:secret@h.invalid:8443/a/b.png?X-Signature=abc#f: 403, http://h2.invalid: no"
+    )
+    assert said == "loading data https://h.invalid:8443/a/b.png 403, http://h2.invalid: no"
+    assert len(brief("x y " * 1_000)) == 300

@@ -208,6 +208,18 @@ async def test_when_the_encoder_complains_a_second_time_all_pictures_are_replace
     await house.at_rest()
 
 
+async def test_a_picture_that_the_router_replaced_itself_is_no_complaint(house: Any) -> None:
+    encoder = await house.encoder()
+    with_bad([encoder], GONE)
+    broken = "data:image/png;base64,aGVsbG8gd29ybGQsIHRoaXMgaXMgbm8gcGljdHVyZQ=="
+    assert (await encode_and_register(house, house.body(RID, items=[GOOD, broken, GONE]))).status == 200
+    assert [one.json["mm_items"] for one in encoder.calls("/encode")] == [
+        [GOOD, unreadable_uri(), GONE],
+        [GOOD, unreadable_uri(), unreadable_uri()],
+    ]
+    assert len(house.telemetry.decisions[-1][1]["bad_images"]) == 2
+
+
 async def test_when_nobody_knows_which_picture_it_was_all_are_replaced(house: Any, lab: Any) -> None:
     encoder = await house.encoder()
     encoder.on("/encode", lab.says(400, {"status": "error", "message": "cannot decode image", "req_id": RID}))

@@ -1,22 +1,24 @@
-"""Open ``/encode`` calls: one `LivePart` for each part, shared by its copies.
+"""Open ``/encode`` calls: a `Call` for each, and one `LivePart` for each part, shared by its copies.
 
-It owns what must be given back exactly once: the in-flight slot (a ticket of the pool) and the tasks that deliver
-registrations. Both follow the part: taken with the choice of an encoder, given back when the part moves to
+The latter owns what must be given back exactly once: the in-flight slot (a ticket of the pool) and the tasks that
+deliver registrations. Both follow the part: taken with the choice of an encoder, given back when the part moves to
 another one or its last copy is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fullhit.core.decision import Decision
-from fullhit.http.wire import Origin
+from fullhit.http.wire import Origin, Responder
 
+from .media import EncodeInfo
 from .parts import Part
 
-__all__ = ["InFlight", "LivePart"]
+__all__ = ["Call", "InFlight", "LivePart"]
 
 
 @dataclass(slots=True, eq=False)
@@ -74,3 +76,36 @@ class InFlight:
 
     def __len__(self) -> int:
         return sum(map(len, self._started.values()))
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One ``/encode`` as it goes through the gateway. ``wire_id`` is the ``req_id`` that ``body`` has, ``replaced``
+    the places of pictures that were replaced, ``lost`` counts encoders that failed over it."""
+
+    info: EncodeInfo
+    body: bytes | bytearray | memoryview
+    headers: list[tuple[bytes, bytes]]
+    request_id: bytes
+    peer: str
+    alias: str
+    started: float
+    deadline: float
+    responder: Responder
+    live: LivePart
+    tried: set[str] = field(default_factory=set)
+    attempts: int = 0
+    rounds: int = 0
+    not_before: float = 0.0
+    stuck: int = 0
+    lost: int = 0
+    wire_id: str = ""
+    replaced: set[int] = field(default_factory=set)
+    resends: int = 0
+    causes: Counter[str] = field(default_factory=Counter)
+    pictures: tuple[str, ...] = ()
+    decision: Decision | None = None
+
+    @property
+    def part(self) -> Part:
+        return self.live.part

@@ -12,24 +12,21 @@ encoder goes on encoding, so the call stays open and its slot taken until the en
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from fullhit.core.decision import Decision
 from fullhit.core.types import SelectRequest
 from fullhit.http.wire import Request, Responder, Timeouts, UpstreamError, end_to_end
 
-from .calls import InFlight, LivePart
+from .calls import Call, InFlight, LivePart
 from .imagecheck import inspect_image
-from .media import BadBody, EncodeInfo, parse_encode
+from .media import BadBody, parse_encode
+from .mending import Mender
 from .parts import Part, PartState
 from .peers import address_of, is_loopback, is_wildcard
-from .remedy import MAX_RESENDS, is_media_fault, suspects
 from .replies import Refusal, message_in, request_id_of
-from .rewrite import CannotRewrite, renamed
 from .shared import Shared
-from .substitute import substitute_items
 from .upstream import Answer, Failure, failure_of, is_listening, refusal_of, with_id
 from .waiting import WaitedTooLong, WaitingRoom, WaitingRoomFull
 
@@ -37,38 +34,6 @@ __all__ = ["EncodeRoute"]
 
 _SAME_ENCODER_TRIES = 3
 """How often a copy that must stay with its encoder is offered to it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One ``/encode`` as it goes through the gateway."""
-
-    info: EncodeInfo
-    body: bytes | bytearray | memoryview
-    headers: list[tuple[bytes, bytes]]
-    request_id: bytes
-    peer: str
-    alias: str
-    started: float
-    deadline: float
-    responder: Responder
-    live: LivePart
-    tried: set[str] = field(default_factory=set)
-    attempts: int = 0
-    rounds: int = 0
-    not_before: float = 0.0
-    stuck: int = 0
-    lost: int = 0
-    wire_id: str = ""
-    replaced: set[int] = field(default_factory=set)
-    resends: int = 0
-    causes: Counter[str] = field(default_factory=Counter)
-    pictures: tuple[str, ...] = ()
-    decision: Decision | None = None
-
-    @property
-    def part(self) -> Part:
-        return self.live.part
 
 
 class EncodeRoute:
@@ -85,6 +50,7 @@ class EncodeRoute:
         self._origins = shared.origins
         self._deliveries = shared.deliveries
         self._seldom = shared.seldom
+        self._mender = Mender(shared)
         self._clock = shared.clock
         self._on_part = on_part
         self._loop = asyncio.get_running_loop()
@@ -122,7 +88,7 @@ class EncodeRoute:
         live = self._lives.get(part)
         if live is None:
             live = self._lives[part] = LivePart(part, self._deliveries.withdraw)
-        call = _Call(
+        call = Call(
             info=info,
             body=request.body,
             headers=headers,
@@ -140,7 +106,7 @@ class EncodeRoute:
         closed = False
         try:
             if info.bad:
-                self._mind_pictures(call)
+                self._mender.mind_pictures(call)
             answer = await self._until_answered(call)
             code = answer.status
             self._close(call, answer)
@@ -168,116 +134,9 @@ class EncodeRoute:
     def close(self) -> None:
         self.room.close()
 
-    # --- bad pictures
-
-    def _mind_pictures(self, call: _Call) -> None:
-        """Refuse the call or replace the pictures, whichever the caller's backend survives."""
-        info = call.info
-        backend = self._peers.backend(call.peer, info)
-        action = self._settings.bad_image
-        if action == "auto":
-            action = "substitute" if backend == "zmq_to_scheduler" else "reject"
-        call.pictures = tuple(f"item {bad.index} of {info.items}: {bad.problem}" for bad in info.bad)
-        body: bytes | None = None
-        if action == "substitute":
-            try:
-                body = substitute_items(call.body, {bad.index for bad in info.bad}, info.items)
-                call.info = parse_encode(body)
-                call.body = body
-                call.replaced = {bad.index for bad in info.bad}
-            except (CannotRewrite, BadBody):
-                body = None
-        self._report_pictures(call, "rejected" if body is None else "substituted", backend, call.pictures)
-        if body is None:
-            raise Refusal(400, f"image cannot be decoded: {'; '.join(call.pictures)}"[:1_000], "bad_image")
-
-    def _report_pictures(self, call: _Call, done: str, backend: str, pictures: Sequence[str]) -> None:
-        for _ in pictures:
-            self._telemetry.count("bad_images", action=done)
-        if self._seldom.due(f"bad_image {call.peer}", 1.0):
-            self._telemetry.event(
-                "bad_image",
-                level="warning",
-                action=done,
-                req_id=call.part.req_id,
-                request_id=call.request_id.decode(),
-                peer=call.peer,
-                backend=backend,
-                pictures=list(pictures),
-            )
-
-    # --- failures that nobody has heard of
-
-    def _is_unheard(self, call: _Call, attempt: int) -> bool:
-        """Whether what the encoder of ``attempt`` has done cannot have reached the language server."""
-        part, info = call.part, call.info
-        if info.embedding_port is not None or not self._table.unheard(part, attempt):
-            return False
-        return bool(part.registrations) or self._peers.backend(call.peer, info) == "zmq_to_scheduler"
-
-    def _remedy(self, call: _Call, attempt: int, answer: Answer) -> Failure | None:
-        """Prepare the call for another try after an error nobody has heard of. None: pass the error on."""
-        status = answer.status
-        if status not in (400, 500, 504) or not self._is_unheard(call, attempt):
-            return None
-        message = message_in(answer.body)
-        if is_media_fault(status, message, call.info) and (status == 400 or call.lost):
-            if self._replace_refused(call, message):
-                return Failure("bad_media", None, "yes", status, message, blame=False)
-            return None
-        if status == 400 or (status == 504 and not call.part.registrations):
-            return None
-        if call.lost + 1 >= self._settings.max_lost or self._loop.time() >= call.deadline or not self._rename(call):
-            return None
-        call.lost += 1
-        return Failure("refused", "5xx", "yes", status, message or f"status {status}")
-
-    def _replace_refused(self, call: _Call, message: str) -> bool:
-        """Replace the pictures which the encoder could not read; False when there is no way."""
-        if self._settings.bad_image not in ("auto", "substitute") or call.resends >= MAX_RESENDS:
-            return False
-        places = suspects(call.body, message, call.replaced)
-        if not places:
-            return False
-        try:
-            body = substitute_items(call.body, places, call.info.items)
-            info = replace(parse_encode(body), req_id=call.part.req_id)
-        except (CannotRewrite, BadBody):
-            return False
-        if not self._rename(call, body):
-            return False
-        call.info = info
-        call.resends += 1
-        call.replaced.update(places)
-        said = f"refused by {call.part.worker}: {message[:300]}"
-        pictures = tuple(f"item {place} of {info.items}: {said}" for place in places)
-        call.pictures += pictures
-        self._report_pictures(call, "substituted_after_refusal", "zmq_to_scheduler", pictures)
-        return True
-
-    def _rename(self, call: _Call, body: bytes | None = None) -> bool:
-        """Give the part a fresh id, in ``body`` or else the body of the call; False when it cannot have one."""
-        fresh = self._table.fresh_id(call.part)
-        if not fresh:
-            return False
-        try:
-            call.body = renamed(call.body if body is None else body, fresh)
-        except CannotRewrite:
-            return False
-        call.part.alias_id = call.wire_id = fresh
-        return True
-
-    def _dress(self, call: _Call) -> None:
-        """Write the id of the part into a body that has another one."""
-        try:
-            call.body = renamed(call.body, call.part.wire_id)
-        except CannotRewrite:
-            call.part.alias_id = ""
-        call.wire_id = call.part.wire_id
-
     # --- choosing and forwarding
 
-    async def _until_answered(self, call: _Call) -> Answer:
+    async def _until_answered(self, call: Call) -> Answer:
         """Try encoders until one has answered. Raises Refusal."""
         while True:
             attempt = await self._choose(call)
@@ -289,7 +148,7 @@ class EncodeRoute:
                 return result
             await self._after(call, attempt, result)
 
-    async def _choose(self, call: _Call) -> int:
+    async def _choose(self, call: Call) -> int:
         """The number of an attempt that is under way or just chosen: by this copy or by another one."""
         live, part = call.live, call.part
         while part.state is PartState.CHOOSING:
@@ -307,7 +166,7 @@ class EncodeRoute:
         call.decision = live.decision
         return part.attempt
 
-    async def _select(self, call: _Call) -> Decision:
+    async def _select(self, call: Call) -> Decision:
         info = call.info
         request = SelectRequest(
             keys=info.keys,
@@ -325,19 +184,19 @@ class EncodeRoute:
         self._warn_of_unreachable(call, decision)
         return decision
 
-    def _no_encoder(self, call: _Call, why: str, cause: str) -> Refusal:
+    def _no_encoder(self, call: Call, why: str, cause: str) -> Refusal:
         self._telemetry.count("rejected", cause=cause)
         tried = "; tried " + ", ".join(f"{what} x{n}" for what, n in call.causes.items()) if call.causes else ""
         return Refusal(503, f"no encoder could take the request: {why}{tried}"[:2_000], cause, retry_after=1)
 
-    async def _forward(self, call: _Call, attempt: int) -> Answer | Failure:
+    async def _forward(self, call: Call, attempt: int) -> Answer | Failure:
         """One copy to the chosen encoder."""
         live, part = call.live, call.part
         worker = part.worker
         origin = live.origin or self._origins.of(worker)
         call.attempts += 1
         if call.wire_id != part.wire_id:
-            self._dress(call)
+            self._mender.dress(call)
         sent = False
 
         def on_sent() -> None:
@@ -357,7 +216,7 @@ class EncodeRoute:
             failure = failure_of(error)
         else:
             answer = Answer(response.status, end_to_end(response.headers), body)
-            refusal = refusal_of(answer) or self._remedy(call, attempt, answer)
+            refusal = refusal_of(answer) or self._mender.remedy(call, attempt, answer)
             if refusal is None:
                 self._judge(worker, answer)
                 return answer
@@ -369,7 +228,7 @@ class EncodeRoute:
         if failure.retry == "if_harmless" and (
             not sent
             or call.info.num_parts == 1
-            or (self._is_unheard(call, attempt) and self._rename(call))
+            or (self._mender.is_unheard(call, attempt) and self._mender.rename(call))
             or not await is_listening(origin)
         ):
             failure = replace(failure, retry="yes")
@@ -384,7 +243,7 @@ class EncodeRoute:
                     live.give_back()
         return failure
 
-    async def _after(self, call: _Call, attempt: int, failure: Failure) -> None:
+    async def _after(self, call: Call, attempt: int, failure: Failure) -> None:
         """Go on after a failure: pause, exclude, or give up (Refusal)."""
         settings = self._settings
         if failure.retry != "yes":
@@ -412,10 +271,10 @@ class EncodeRoute:
             pause = min(settings.retry_pause * 2 ** min(call.rounds - 1, 10), settings.retry_pause_max)
             call.not_before = self._loop.time() + pause
 
-    def _somebody_left(self, call: _Call) -> bool:
+    def _somebody_left(self, call: Call) -> bool:
         return any(worker.fit and worker.id not in call.tried for worker in self._pool.workers())
 
-    def _lost(self, call: _Call, failure: Failure) -> str:
+    def _lost(self, call: Call, failure: Failure) -> str:
         why = "; it may be working on it still, so it was not sent elsewhere" if failure.retry == "if_harmless" else ""
         return f"encoder {call.part.worker} failed: {failure.message}{why}"[:2_000]
 
@@ -430,7 +289,7 @@ class EncodeRoute:
 
     # --- the end
 
-    def _close(self, call: _Call, answer: Answer) -> None:
+    def _close(self, call: Call, answer: Answer) -> None:
         part, info = call.part, call.info
         if answer.status == 200:
             self._pool.record_encoded(part.worker, info.sizes)
@@ -442,14 +301,14 @@ class EncodeRoute:
                 self._deliveries.hand_over(part, self._origins.of(part.worker))
             self._table.close_failed(part, answer.status, message_in(answer.body) or text)
 
-    def _pass_on(self, call: _Call, answer: Answer) -> None:
+    def _pass_on(self, call: Call, answer: Answer) -> None:
         headers = [*answer.headers, *self._marks(call)]
         if not any(name.lower() == b"x-request-id" for name, _ in answer.headers):
             headers.append((b"x-request-id", call.request_id))
         answer = with_id(answer, call.wire_id, call.part.req_id)
         call.responder.reply(answer.status, headers, answer.body)
 
-    def _marks(self, call: _Call) -> list[tuple[bytes, bytes]]:
+    def _marks(self, call: Call) -> list[tuple[bytes, bytes]]:
         """Where the call went and why, as headers."""
         marks = []
         if call.attempts:
@@ -458,7 +317,7 @@ class EncodeRoute:
             marks.append((b"x-fullhit-reason", str(call.decision.reason).encode()))
         return marks
 
-    def _tell(self, call: _Call, code: int) -> None:
+    def _tell(self, call: Call, code: int) -> None:
         seconds = self._clock() - call.started
         decision = call.decision
         reason = str(decision.reason) if decision is not None else "none"
@@ -475,7 +334,7 @@ class EncodeRoute:
         elif code != 499:
             self._telemetry.event("not_routed", level="warning", request_id=call.request_id.decode(), **outcome)
 
-    def _warn_of_unreachable(self, call: _Call, decision: Decision) -> None:
+    def _warn_of_unreachable(self, call: Call, decision: Decision) -> None:
         """An encoder on another machine cannot push to a wildcard or loopback address. It is passed on as it is."""
         host = call.info.prefill_host
         if not host or not (is_wildcard(host) or is_loopback(host)):

@@ -27,7 +27,7 @@ import msgspec
 from .imagecheck import inspect_image
 from .media import EncodeInfo
 
-__all__ = ["MAX_RESENDS", "is_media_fault", "suspects"]
+__all__ = ["MAX_RESENDS", "brief", "is_media_fault", "suspects"]
 
 MAX_RESENDS: Final = 2
 """How often a part is sent again with other pictures: first those suspected, then all."""
@@ -39,6 +39,8 @@ _NO_MEDIA_FAULT: Final = re.compile(
 )
 """400s about the call itself, in the words of SGLang's ``validate_encode_request`` and its like."""
 _MEDIA_FAULT: Final = re.compile(r"loading data|process mm items|(decode|load|open|identify|fetch)\w* image", re.I)
+_URL: Final = re.compile(r"(https?://)(?:[^\s/@]*@)?([^\s/?#:]+(?::\d+)?[^\s?#]*)\S*")
+_LONG: Final = re.compile(r"[A-Za-z0-9+/=_%-]{64,}")
 _LEAST_QUOTED: Final = 8
 """A shorter text may stand in a message by chance."""
 
@@ -57,11 +59,13 @@ def is_media_fault(status: int, message: str, info: EncodeInfo) -> bool:
     return status == 500 and _MEDIA_FAULT.search(head) is not None
 
 
-def suspects(body: bytes | bytearray | memoryview, message: str, done: Collection[int]) -> list[int]:
+def suspects(
+    body: bytes | bytearray | memoryview, message: str, done: Collection[int] = (), *, again: bool = False
+) -> list[int]:
     """Places in ``mm_items`` of the pictures to replace, in order; those in ``done`` have been replaced before.
 
-    ``body`` is a valid ``/encode`` body, ``message`` what the encoder said about it. When it complains a second
-    time (``done`` is not empty), all that are left; an empty list: none is.
+    ``body`` is a valid ``/encode`` body, ``message`` what the encoder said about it; ``again``: it is not the
+    first complaint, so all that are left. An empty list: none is.
     """
     items = msgspec.json.decode(body)["mm_items"]
     urls = {
@@ -69,10 +73,19 @@ def suspects(body: bytes | bytearray | memoryview, message: str, done: Collectio
         for place, item in enumerate(items)
         if place not in done
     }
-    if done:
+    if again:
         return list(urls)
     texts = {place: url for place, url in urls.items() if isinstance(url, str)}
     quoted = {place: url for place, url in texts.items() if len(url) >= _LEAST_QUOTED and url in message}
     # http://host/1 also stands in a message about http://host/10.
     named = [place for place, url in quoted.items() if not any(url != o and url in o for o in quoted.values())]
     return named or [place for place, url in texts.items() if inspect_image(url) is not None] or list(urls)
+
+
+def brief(message: str) -> str:
+    """An encoder's message for a log: without the picture that it quotes, and without secrets of URLs.
+
+    >>> brief("Error while loading data https://u:p@h/a.png?token=1: 404")
+    'Error while loading data https://h/a.png 404'
+    """
+    return _LONG.sub("...", _URL.sub(r"\1\2", message))[:300]
