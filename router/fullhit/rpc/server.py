@@ -70,7 +70,7 @@ class RpcServer:
             options=_options(settings),
             maximum_concurrent_rpcs=settings.max_calls,
         )
-        server.add_generic_rpc_handlers((self.servicer.handler(),))
+        self.servicer.add_to(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

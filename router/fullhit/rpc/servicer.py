@@ -50,7 +50,7 @@ Context = Any
 
 
 class RouterServicer:
-    """See the module text. Lives in the router's loop; `handler` is what a server is given."""
+    """See the module text. Lives in the router's loop; `add_to` gives it to a server."""
 
     def __init__(self, service: DecisionService, plane: LinePlane, settings: RpcSettings) -> None:
         self._service = service
@@ -63,26 +63,26 @@ class RouterServicer:
         for hooks in (service.fleet.on_added, service.fleet.on_removed):
             hooks.append(self._stirred)
 
-    def handler(self) -> Any:
-        """The service for `grpc.aio.Server.add_generic_rpc_handlers`.
+    def add_to(self, server: Any) -> None:
+        """Add the service to a `grpc.aio.Server`.
 
         Messages are read here and not by the library, which would answer garbage with UNKNOWN and write a traceback
         for each.
         """
         unary, write = grpc.unary_unary_rpc_method_handler, {"response_serializer": _serialize}
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Select": unary(_reading(pb.SelectRequest, self.Select), **write),
-                "Release": unary(_reading(pb.ReleaseRequest, self.Release), **write),
-                "Explain": unary(_reading(pb.ExplainRequest, self.Explain), **write),
-                "ListWorkers": unary(_reading(pb.ListWorkersRequest, self.ListWorkers), **write),
-                "WatchWorkers": grpc.unary_stream_rpc_method_handler(
-                    _reading(pb.WatchWorkersRequest, self.WatchWorkers), **write
-                ),
-                "RegisterWorker": grpc.stream_stream_rpc_method_handler(self.RegisterWorker, **write),
-            },
-        )
+        handlers = {
+            "Select": unary(_reading(pb.SelectRequest, self.Select), **write),
+            "Release": unary(_reading(pb.ReleaseRequest, self.Release), **write),
+            "Explain": unary(_reading(pb.ExplainRequest, self.Explain), **write),
+            "ListWorkers": unary(_reading(pb.ListWorkersRequest, self.ListWorkers), **write),
+            "WatchWorkers": grpc.unary_stream_rpc_method_handler(
+                _reading(pb.WatchWorkersRequest, self.WatchWorkers), **write
+            ),
+            "RegisterWorker": grpc.stream_stream_rpc_method_handler(self.RegisterWorker, **write),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        if hasattr(server, "add_registered_method_handlers"):
+            server.add_registered_method_handlers(SERVICE, handlers)  # found without a search through all handlers
 
     def leave(self) -> None:
         """End all streams with UNAVAILABLE; the server is about to stop."""

@@ -21,7 +21,13 @@ from .table import Row, render, write_json
 
 __all__ = ["PARTS", "Row", "Skip", "add_arguments", "run"]
 
-PARTS: Final = {"core": "core_rows", "events": "event_rows", "media": "media_rows", "proxy": "proxy_rows"}
+PARTS: Final = {
+    "core": "core_rows",
+    "events": "event_rows",
+    "media": "media_rows",
+    "proxy": "proxy_rows",
+    "rpc": "rpc_rows",
+}
 
 
 class Skip(Exception):

@@ -1,0 +1,181 @@
+"""The decision API over gRPC: Selects a second of 32 clients, each on a connection of its own.
+
+A real `fullhit serve` with 16 workers in one process, with the settings it has by default (each decision leaves a log
+line); the 32 clients in another process, this one. Each client asks with two keys, waits for the answer, asks again.
+Slots are lent for a second and not released, or released (last row, where a pair is two calls). CPU times of both sides
+stand beside it: on two cores they share, their sum is what bounds the rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import tempfile
+import time
+import urllib.error
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fullhit.lab.processes import Child, Supervisor, fetch_json
+
+from . import Skip
+from .table import Row
+
+__all__ = ["rows"]
+
+COMMAND = "fullhit bench --only rpc"
+CLIENTS = 32
+WORKERS = 16
+SECONDS = 3.0
+QUICK_SECONDS = 0.5
+BUDGET = 3_000
+
+CONFIG = """
+[server]
+listen = "127.0.0.1:0"
+admin_listen = "127.0.0.1:0"
+grpc_listen = "127.0.0.1:0"
+[events]
+plane = "none"
+[pool.default]
+max_inflight = 0
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    rate: float
+    server_ms: float
+    client_ms: float
+    """CPU milliseconds a turn of each side."""
+
+
+def rows(args: argparse.Namespace) -> list[Row]:
+    try:
+        import grpc  # noqa: F401
+    except ImportError:
+        raise Skip("grpcio is not installed: pip install 'fullhit[grpc]'") from None
+    seconds = QUICK_SECONDS if args.quick else SECONDS
+    with asyncio.Runner(loop_factory=_loop()) as runner:
+        select, pair = runner.run(_measure(args.rounds, seconds))
+    what = f"gRPC, {CLIENTS} clients, {WORKERS} workers"
+    return [
+        Row.at_least(f"{what}: Select", median(f.rate for f in select), "/s", BUDGET, COMMAND),
+        Row.info("  CPU of the router a Select", median(f.server_ms for f in select), "ms", COMMAND),
+        Row.info("  CPU of the clients a Select", median(f.client_ms for f in select), "ms", COMMAND),
+        Row.info(f"{what}: Select and Release", median(f.rate for f in pair), "pairs/s", COMMAND),
+    ]
+
+
+def _loop() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+async def _measure(rounds: int, seconds: float) -> tuple[list[_Figure], list[_Figure]]:
+    async with _router() as (router, target):
+        select, pair = [], []
+        await _round(router, target, min(0.5, seconds), release=False)  # warm
+        for _ in range(rounds):
+            select.append(await _round(router, target, seconds, release=False))
+            pair.append(await _round(router, target, seconds, release=True))
+        return select, pair
+
+
+@contextlib.asynccontextmanager
+async def _router() -> AsyncIterator[tuple[Child, str]]:
+    """A router, its workers ready (they are answered for here), and its gRPC address."""
+
+    async def healthy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    workers = [await asyncio.start_server(healthy, "127.0.0.1", 0) for _ in range(WORKERS)]
+    urls = [f"http://127.0.0.1:{worker.sockets[0].getsockname()[1]}" for worker in workers]
+    try:
+        with tempfile.TemporaryDirectory() as folder, Supervisor(Path(folder)) as processes:
+            config = Path(folder) / "fullhit.toml"
+            config.write_text(CONFIG)
+            flags = itertools.chain.from_iterable(("--encoder-url", url) for url in urls)
+            router = processes.start("router", ["fullhit", "serve", "--config", str(config), "--log-format", "json",
+                                                *flags])  # fmt: skip
+            told: dict[str, Any] = {}
+
+            async def up() -> bool:
+                if not told:
+                    told.update(_listening(router) or {})
+                return bool(told) and (await _usable(told["admin"])) == WORKERS
+
+            await router.until(up, "ready with all workers")
+            yield router, told["grpc"]
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def _listening(router: Child) -> dict[str, Any] | None:
+    """The line in which the router says where it listens."""
+    for line in router.log.read_text().splitlines():
+        if '"listening"' in line and line.endswith("}"):
+            told: dict[str, Any] = json.loads(line)
+            return told
+    return None
+
+
+async def _usable(admin: str) -> int:
+    with contextlib.suppress(urllib.error.HTTPError):
+        return int((await fetch_json(admin + "/readyz"))["pools"]["default"]["usable"])
+    return 0  # 503: none
+
+
+async def _round(router: Child, target: str, seconds: float, *, release: bool) -> _Figure:
+    import grpc
+
+    from fullhit.rpc.v1 import router_pb2 as pb
+    from fullhit.rpc.v1 import router_pb2_grpc
+
+    rng = random.Random(4)
+    keys = [rng.randbytes(16).hex() for _ in range(2_000)]
+    channels = [
+        grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) for _ in range(CLIENTS)
+    ]
+    numbers = itertools.count()
+    done = 0
+
+    async def client(channel: Any, ends: float) -> None:
+        nonlocal done
+        stub = router_pb2_grpc.RouterStub(channel)  # type: ignore[no-untyped-call]
+        while time.monotonic() < ends:
+            ask = pb.SelectRequest(keys=rng.sample(keys, 2), request_id=f"{next(numbers)}-{ends}", lease_seconds=1.0)
+            got = await stub.Select(ask)
+            if release:
+                await stub.Release(pb.ReleaseRequest(lease_id=got.lease_id))
+            done += 1
+
+    try:
+        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        cpu, own, began = _cpu_seconds(router.pid), time.process_time(), time.monotonic()
+        await asyncio.gather(*(client(channel, began + seconds) for channel in channels))
+        took, cpu, own = time.monotonic() - began, _cpu_seconds(router.pid) - cpu, time.process_time() - own
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+    return _Figure(done / took, cpu * 1e3 / done, own * 1e3 / done)
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
