@@ -65,7 +65,7 @@ COUNTERS = (
     Definition("digest_mismatch", "Heartbeats whose digest differs from the index at equal sequence"),
     Definition("hit_mispredictions", "Full hits that the worker reported as misses"),
     Definition("retries", "Requests sent to another worker after the first could not take them", ("cause",)),
-    Definition("bad_images", "Inline images that cannot be decoded, by what was done", ("action",)),
+    Definition("bad_images", "Images that cannot be read, by what was done", ("action",)),
     Definition("registrations", "Receiver registrations of language servers, by outcome", ("outcome",)),
     Definition("rejected", "Requests refused before they reached a worker", ("cause",)),
     Definition("worker_failures", "Failures seen at workers by requests", ("worker", "kind")),
