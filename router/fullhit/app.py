@@ -88,7 +88,12 @@ class Router:
         self.fleet.on_removed.append(self.ingest.worker_removed)
         self.fleet.on_removed.append(self.telemetry.worker_removed)
         self.service = DecisionService(
-            self.pools, self.fleet, self.telemetry, DecisionSettings(config.encoder_gateway.pool), clock=clock
+            self.pools,
+            self.fleet,
+            self.telemetry,
+            DecisionSettings(config.encoder_gateway.pool),
+            clock=clock,
+            dynamo={name: build.key_rules(pool.dynamo) for name, pool in config.pool.items() if pool.dynamo},
         )
         self.supervisor = HealthSupervisor(self.fleet, clock=clock)
         self.client = UpstreamClient(build.upstream_limits(config.encoder_gateway))

@@ -15,18 +15,21 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fullhit.core.decision import Decision
 from fullhit.core.pool import Pool
 from fullhit.core.types import NoEligibleWorker, SelectRequest
+from fullhit.decision.dynamo_media import DynamoMedia, read_dynamo_media
 from fullhit.decision.leases import Lease, Leases, TooManyLeases
 from fullhit.decision.media import Media, MediaError, read_media
 from fullhit.decision.workers import WorkerRow, WorkerWatch, worker_rows
 from fullhit.fleet.registry import Fleet
 from fullhit.fleet.types import UnknownWorker
 from fullhit.telemetry.facade import Telemetry
-from fullhit_publisher.identity import normalize_url
+from fullhit_publisher.dynamo_keys import KeyRules
+from fullhit_publisher.identity import dynamo_instance, normalize_url
 
 __all__ = [
     "DecisionError",
@@ -105,7 +108,7 @@ class Released:
 
 
 class DecisionService:
-    """See the module text. ``pools`` is the live mapping."""
+    """See the module text. ``pools`` is the live mapping. ``dynamo``: pools of Dynamo workers, with how they key."""
 
     def __init__(
         self,
@@ -115,8 +118,10 @@ class DecisionService:
         settings: DecisionSettings | None = None,
         *,
         clock: Callable[[], float],
+        dynamo: Mapping[str, KeyRules] | None = None,
     ) -> None:
         self.settings = settings or DecisionSettings()
+        self._dynamo = dynamo or {}
         self.leases = Leases(self.settings.lease_seconds, self.settings.max_leases, clock=clock)
         self.telemetry = telemetry
         self.fleet = fleet
@@ -139,7 +144,7 @@ class DecisionService:
             return Selected(_choose(pool, request), None)
         leases = self.leases
         leases.expire()
-        content = (request.keys, request.items, request.unkeyed, request.exclude)
+        content = (request.keys, request.items, request.unkeyed, request.exclude, request.alternatives)
         if call.request_id:
             known = leases.find(name, call.request_id)
             if known is not None and known.content == content:
@@ -208,8 +213,10 @@ class DecisionService:
     def _request(self, call: SelectCall) -> SelectRequest:
         if len(call.request_id) > _MAX_REQUEST_ID:
             raise DecisionError("invalid_request", f"request_id is over {_MAX_REQUEST_ID} characters")
+        rules = self._dynamo.get(call.pool or self.settings.default_pool)
+        read = read_media if rules is None else partial(read_dynamo_media, rules)
         try:
-            media: Media = read_media(
+            media: Media | DynamoMedia = read(
                 call.keys,
                 call.items,
                 call.modality,
@@ -220,12 +227,17 @@ class DecisionService:
         except MediaError as error:
             raise DecisionError("invalid_request", str(error)) from None
         exclude = frozenset(filter(None, map(self._excluded, call.exclude))) if call.exclude else frozenset()
-        return SelectRequest(media.keys, media.items, call.request_id, exclude, call.dry_run, media.unkeyed)
+        alternatives = media.alternatives if isinstance(media, DynamoMedia) else ()
+        return SelectRequest(
+            media.keys, media.items, call.request_id, exclude, call.dry_run, media.unkeyed, alternatives
+        )
 
     def _excluded(self, text: str) -> str:
         """The id of a worker; empty for the number of one that is not here, which need not be excluded."""
         if self.fleet.get(text) is not None:
             return text
+        if dynamo_instance(text) is not None:
+            return ""
         if text.isascii() and text.isdigit():
             try:
                 return self.fleet.find(text).id

@@ -1,0 +1,81 @@
+"""The media of a request for a pool of Dynamo workers: the same shapes as `media`, keyed as Dynamo keys them.
+
+One item may have several keys of which any will do; the first stands in ``keys``, the others beside it in
+``alternatives``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from fullhit.decision.media import MediaError
+from fullhit_publisher import dynamo_keys
+from fullhit_publisher.dynamo_keys import KeyRules, MediaKeys
+from fullhit_publisher.keys import Key, fold
+
+__all__ = ["DynamoMedia", "read_dynamo_media"]
+
+_decode = msgspec.json.Decoder().decode
+
+
+class DynamoMedia(NamedTuple):
+    """As `media.Media`; ``alternatives`` is empty or as long as ``keys``."""
+
+    keys: tuple[Key, ...]
+    alternatives: tuple[tuple[Key, ...], ...]
+    items: int
+    unkeyed: int
+
+
+def read_dynamo_media(
+    rules: KeyRules,
+    keys: Sequence[str] = (),
+    items: Sequence[object] = (),
+    modality: str = "IMAGE",
+    *,
+    encode_body: bytes | None = None,
+    chat_body: bytes | None = None,
+    limit: int = 10_000,
+) -> DynamoMedia:
+    """Everything a caller named, as one. Raises `MediaError`, also for more than ``limit`` keys and items."""
+    found: dict[Key, tuple[Key, ...]] = {fold(text): () for text in keys}
+    count, unkeyed = len(keys), 0
+    for named in _named(rules, items, modality, encode_body, chat_body):
+        count += len(named.items)
+        unkeyed += named.unkeyed
+        for first, *others in named.distinct:
+            found.setdefault(fold(first), tuple(map(fold, others)))
+    if count > limit:
+        raise MediaError(f"more than {limit} keys and items")
+    alternatives = tuple(found.values()) if any(found.values()) else ()
+    return DynamoMedia(tuple(found), alternatives, count, unkeyed)
+
+
+def _named(
+    rules: KeyRules, items: Sequence[object], modality: str, encode_body: bytes | None, chat_body: bytes | None
+) -> Iterator[MediaKeys]:
+    if items:
+        yield dynamo_keys.from_encode({"mm_items": list(items), "modality": modality}, rules)
+    if encode_body is not None:
+        yield dynamo_keys.from_encode(_body(encode_body, "sglang_encode"), rules)
+    if chat_body is not None:
+        body = _body(chat_body, "openai_chat")
+        if "multi_modal_data" in body:  # the front end has been over it
+            yield dynamo_keys.from_preprocessed(body, rules)
+        else:
+            yield dynamo_keys.from_chat(body, rules)
+
+
+def _body(raw: bytes, name: str) -> dict[str, object]:
+    try:
+        body = _decode(raw)
+    except RecursionError:
+        raise MediaError(f"{name}: JSON is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MediaError(f"{name}: not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise MediaError(f"{name}: must be an object")
+    return body
