@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -13,6 +13,8 @@ from urllib.request import ProxyHandler, Request, build_opener
 __all__ = ["AdminClient", "AdminError", "explain_text", "workers_table"]
 
 TIMEOUT_SECONDS = 10.0
+LATEST = 1000
+"""How many decisions are asked for where the router cannot search by itself."""
 
 
 class AdminError(Exception):
@@ -20,11 +22,17 @@ class AdminError(Exception):
 
 
 class AdminClient:
-    """Synchronous client of the admin listener. ``base`` is its URL, ``key`` the bearer token or empty."""
+    """Synchronous client of the admin listener. ``base`` is its URL or HOST:PORT, ``key`` the bearer token or empty."""
 
     def __init__(self, base: str, key: str = "") -> None:
-        if urlsplit(base).scheme not in ("http", "https"):
-            raise AdminError(f"{base!r} is not an http:// URL")
+        base = base if "://" in base else f"http://{base}"
+        try:
+            parts = urlsplit(base)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            raise AdminError(f"--admin: expected a URL such as http://127.0.0.1:8781, got {base!r}")
         self._base = base.rstrip("/")
         self._key = key
         self._opener = build_opener(ProxyHandler({}))
@@ -32,35 +40,53 @@ class AdminClient:
     def get(self, path: str) -> Any:
         return self._call("GET", path)
 
-    def change_worker(
-        self, action: str, worker: str, *, device: str | None, weight: float | None, pool: str | None
-    ) -> Any:
-        """Add, remove, drain or resume one worker. ``worker`` is its URL or numeric id."""
+    def change_worker(self, action: str, worker: str, facts: Mapping[str, object]) -> Any:
+        """Add, remove, drain or resume one worker, by URL or numeric id. ``facts``: what ``add`` says of it."""
         if action == "add":
-            body = {"url": worker, "device": device, "weight": weight, "pool": pool}
-            return self._call("POST", "/workers", {k: v for k, v in body.items() if v is not None})
+            return self._call("POST", "/workers", {"url": worker, **facts})
         path = "/workers/" + quote(worker, safe="")
         if action == "remove":
             return self._call("DELETE", path)
         return self._call("POST", f"{path}/{action}")
 
-    def decision(self, id_or_request: str) -> Mapping[str, Any]:
-        """The explain record of a decision id or a request id."""
-        if id_or_request.isascii() and id_or_request.isdigit():
+    def decision(self, wanted: str | None = None) -> Mapping[str, Any]:
+        """The record of a decision id, of an ``x-request-id`` or of SGLang's ``req_id``; without one, the latest.
+
+        A request that was sent to several workers has one decision for each; the last one is returned.
+        """
+        if wanted is None:
+            rows = self._decisions("limit=1")
+            if not rows:
+                raise AdminError("no decision was made yet")
+            return self._record(rows[0])
+        if wanted.isascii() and wanted.isdigit():
             try:
-                return self._record(self.get(f"/decisions/{id_or_request}"))
+                return self._record(self.get(f"/decisions/{wanted}"))
             except AdminError as error:
                 if getattr(error, "status", 0) != 404:
                     raise
-        found = self.get("/decisions?limit=1&request_id=" + quote(id_or_request, safe=""))
-        rows = found["decisions"] if isinstance(found, dict) else found
+        rows = self._decisions("limit=1&request_id=" + quote(wanted, safe=""))
+        rows = rows or [row for row in self._decisions(f"limit={LATEST}") if _req_id(row) == wanted]
         if not rows:
-            raise AdminError(f"no decision {id_or_request!r} among the latest; older ones are forgotten")
+            raise AdminError(f"no decision {wanted!r} among the latest; older ones are forgotten")
         return self._record(rows[0])
+
+    def _decisions(self, query: str) -> list[Any]:
+        found = self.get(f"/decisions?{query}")
+        return list(found["decisions"] if isinstance(found, dict) else found)
 
     @staticmethod
     def pretty(value: Any) -> str:
         return json.dumps(value, indent=2)
+
+    def _refusal(self, error: HTTPError) -> str:
+        if error.code == 401:
+            where = "FULLHIT_ADMIN_KEY or FULLHIT_ADMIN_KEY_FILE"
+            return f"the router refused the key in {where}" if self._key else f"the router wants its key: set {where}"
+        try:
+            return str(json.loads(error.read())["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            return f"{self._base} answered HTTP {error.code}; is it the admin listener?"
 
     @staticmethod
     def _record(value: Any) -> Mapping[str, Any]:
@@ -81,7 +107,8 @@ class AdminClient:
             with self._opener.open(request, timeout=TIMEOUT_SECONDS) as reply:
                 text = reply.read()
         except HTTPError as error:
-            failure = AdminError(_message(error))
+            with error:
+                failure = AdminError(self._refusal(error))
             failure.status = error.code  # type: ignore[attr-defined]
             raise failure from None
         except (URLError, OSError, HTTPException) as error:
@@ -95,36 +122,62 @@ class AdminClient:
             raise AdminError(f"{self._base} answered something that is not JSON; is it the admin listener?") from None
 
 
-def _message(error: HTTPError) -> str:
-    try:
-        return str(json.loads(error.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {error.code} from the router"
+def _req_id(row: Any) -> object:
+    outcome = row.get("outcome") if isinstance(row, dict) else None
+    return outcome.get("req_id") if isinstance(outcome, dict) else None
 
 
 def workers_table(listing: Any) -> str:
-    """The list of workers as aligned columns."""
+    """The list of workers as aligned columns, with a line for each one that something is wrong with."""
     rows = listing["workers"] if isinstance(listing, dict) else listing
     if not rows:
         return (
             "no workers yet: start encoders with --encoder-register-urls http://ROUTER, or "
             "`fullhit workers add http://HOST:PORT`"
         )
-    columns = (
-        ("worker", "id"), ("pool", "pool"), ("device", "device"), ("state", "state"), ("source", "source"),
-        ("in flight", "inflight_requests"), ("encoding", "encoding_requests"), ("keys", "keys"),
-        ("index", "index"),
-    )  # fmt: skip
-    body = [[_cell(row, field) for _, field in columns] for row in rows]
-    return _align([[title for title, _ in columns], *body])
+    columns: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+        "worker": lambda row: row.get("id"),
+        "pool": lambda row: row.get("pool"),
+        "device": lambda row: row.get("device"),
+        "state": _state,
+        "source": lambda row: row.get("source"),
+        "in flight": lambda row: row.get("inflight_requests"),
+        "encoding": lambda row: row.get("encoding_requests"),
+        "oldest": lambda row: _seconds(row.get("oldest_inflight_age_seconds")),
+        "keys": lambda row: row.get("keys"),
+        "index": _index,
+        "heartbeat": lambda row: _seconds((row.get("age_seconds") or {}).get("heartbeat")),
+    }
+    table = _align([list(columns), *[[_text(cell(row)) for cell in columns.values()] for row in rows]])
+    troubles = [f"{row.get('id')}: {trouble}" for row in rows if (trouble := _trouble(row))]
+    return "\n".join([table, *([""] if troubles else []), *troubles])
 
 
-def _cell(row: Mapping[str, Any], field: str) -> str:
-    if field == "index":
-        if row.get("doubtful"):
-            return "doubtful"
-        return "confirmed" if row.get("publishing") else "predicted"
-    return str(row.get(field, ""))
+def _state(row: Mapping[str, Any]) -> str:
+    state = str(row.get("state", ""))
+    return f"{state}, draining" if row.get("draining") and state != "draining" else state
+
+
+def _index(row: Mapping[str, Any]) -> str:
+    if row.get("doubtful"):
+        return "doubtful"
+    return "confirmed" if row.get("publishing") else "predicted"
+
+
+def _trouble(row: Mapping[str, Any]) -> str:
+    """Why a worker gets no requests, or an empty text."""
+    if row.get("down"):
+        return str(row["down"])
+    held = (row.get("breaker") or {}).get("held_seconds") or 0
+    if held:
+        return f"gets no requests for {_seconds(held)} after a failure ({row.get('last_failure')})"
+    if row.get("state") in ("seen", "probing") and row.get("last_probe_error"):
+        return f"has not answered a health probe yet, last {row['last_probe_error']}"
+    return ""
+
+
+def _seconds(value: Any) -> str:
+    return "-" if value is None else f"{value:.1f} s"
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:
@@ -135,20 +188,32 @@ def _align(rows: Sequence[Sequence[str]]) -> str:
 
 
 def explain_text(record: Mapping[str, Any]) -> str:
-    """A decision record as a short report: what was chosen, why, and who else was considered."""
-    lines = [f"{name}: {_value(value)}" for name, value in record.items() if name != "candidates"]
-    candidates = record.get("candidates")
-    if isinstance(candidates, list) and candidates and all(isinstance(c, dict) for c in candidates):
-        names = list(candidates[0])
-        lines.append("candidates:")
-        table = _align([names, *[[_value(c.get(name)) for name in names] for c in candidates]])
-        lines.extend("  " + line for line in table.splitlines())
-    return "\n".join(lines)
+    """A decision record as a short report: what was chosen, why, who else was considered. Empty parts are left out."""
+    flat: list[tuple[str, str]] = []
+    tables: list[str] = []
+    for name, value in record.items():
+        title = name.replace("_", " ")
+        if name == "at" or value in (None, "", [], {}):
+            continue
+        if isinstance(value, list) and all(isinstance(row, dict) for row in value):
+            names = list(value[0])
+            rows = [[_text(row.get(column)) for column in names] for row in value]
+            table = _align([[column.replace("_", " ") for column in names], *rows])
+            tables += ["", f"{title}:", *("  " + line for line in table.splitlines())]
+        else:
+            flat.append((f"{title}:", _text(value)))
+    return "\n".join([_align(flat), *tables])
 
 
-def _value(value: Any) -> str:
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return ", ".join(f"{k}={_value(v)}" for k, v in value.items())
+        return ", ".join(
+            f"{str(k).replace('_', ' ')} {_text(v)}" for k, v in value.items() if v not in (None, "", [], {})
+        )
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return "[" + ", ".join(_value(v) for v in value) + "]"
+        return " ".join(_text(v) for v in value)
     return str(value)

@@ -11,14 +11,21 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fullhit
 from fullhit.config import CONFIG_ENV, SETTINGS, Config, ConfigError, effective, load_config
+
+if TYPE_CHECKING:
+    from fullhit.admin_client import AdminClient
 
 __all__ = ["main"]
 
 USER_ERROR = 2
 INTERRUPTED = 130
+ADMIN_KEY_ENV = "FULLHIT_ADMIN_KEY"
+ADMIN_KEY_FILE_ENV = "FULLHIT_ADMIN_KEY_FILE"
 
 EPILOG = """\
 examples:
@@ -27,7 +34,17 @@ examples:
   fullhit serve --config fullhit.toml --event-plane nats://nats:4222
   fullhit demo                                           two minutes, no GPU: what the router is worth
   fullhit workers                                        who is there, how loaded, what they hold
+  fullhit explain                                        why the latest request went where it went
 """
+
+_ACTIONS = {
+    "list": ("", "list the workers"),
+    "add": ("added", "add a worker, or change what is known of one"),
+    "remove": ("removed", "remove a worker; what it holds is forgotten at once"),
+    "drain": ("draining", "send a worker no new requests"),
+    "resume": ("resumed", "send a drained worker requests again"),
+}
+_WORKER_FACTS = ("device", "weight", "pool", "max_inflight")
 
 _LAB = {
     "demo": (
@@ -77,12 +94,23 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if name in arguments[:1]:
             _wire_lab(command, module)
     _add_workers(commands)
-    explain = commands.add_parser("explain", help="show why a request went where it went")
-    explain.add_argument("id", help="decision id, or the x-request-id of the request")
+    explain = commands.add_parser(
+        "explain",
+        help="show why a request went where it went",
+        description="Show why a request went where it went: which worker, why, and who else was considered.",
+    )
+    explain.add_argument(
+        "id", nargs="?", help="decision id, x-request-id or SGLang req_id of the request (default: the latest decision)"
+    )
     _admin_arguments(explain)
     explain.set_defaults(run=_explain)
     check = commands.add_parser("check-config", help="print the effective configuration, or the exact mistake")
-    check.add_argument("file", nargs="?", help="TOML file (without it: defaults and environment only)")
+    check.add_argument(
+        "file",
+        nargs="?",
+        default=os.environ.get(CONFIG_ENV) or None,
+        help=f"TOML file [{CONFIG_ENV}]; without one: defaults and environment only",
+    )
     check.set_defaults(run=_check_config)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=_version)
@@ -126,29 +154,46 @@ def _wire_lab(command: argparse.ArgumentParser, module: str) -> None:
     command.set_defaults(run=lab.run)
 
 
-def _admin_arguments(parser: argparse.ArgumentParser) -> None:
+def _admin_arguments(parser: argparse.ArgumentParser, *, again: bool = False) -> None:
+    """``again``: below a parser that has them too, whose values then stay when they are not repeated."""
+    url = os.environ.get("FULLHIT_ADMIN_URL", "http://127.0.0.1:8781")
     parser.add_argument(
         "--admin",
         metavar="URL",
-        default=os.environ.get("FULLHIT_ADMIN_URL", "http://127.0.0.1:8781"),
-        help="the router's admin listener [FULLHIT_ADMIN_URL] (default %(default)s)",
+        default=argparse.SUPPRESS if again else url,
+        help=f"the router's admin listener [FULLHIT_ADMIN_URL] (default {url}); its key, where it has one, comes from "
+        f"{ADMIN_KEY_ENV} or the file {ADMIN_KEY_FILE_ENV}".replace("%", "%%"),
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        default=argparse.SUPPRESS if again else False,
+        help="print JSON instead of text",
+    )
 
 
 def _add_workers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     workers = commands.add_parser(
         "workers",
         help="list, add, remove, drain or resume the workers of a running router",
-        description="Without an action: list the workers of a running router.",
+        description="List the workers of a running router (the default), or change one.",
     )
-    workers.add_argument("action", nargs="?", choices=("list", "add", "remove", "drain", "resume"), default="list")
-    workers.add_argument("worker", nargs="?", help="the worker's URL (or its numeric id)")
-    workers.add_argument("--device", help="with add: cuda, cpu, xpu ...")
-    workers.add_argument("--weight", type=float, help="with add: relative capacity")
-    workers.add_argument("--pool", help="with add: the pool (default: default)")
     _admin_arguments(workers)
-    workers.set_defaults(run=_workers)
+    workers.set_defaults(run=_workers, action="list")
+    actions = workers.add_subparsers(title="actions", metavar="ACTION")
+    for action, (_, summary) in _ACTIONS.items():
+        command = actions.add_parser(action, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        command.set_defaults(action=action)
+        if action != "list":
+            command.add_argument(
+                "worker", metavar="URL", help="its URL" if action == "add" else "its URL or numeric id"
+            )
+        if action == "add":
+            command.add_argument("--device", metavar="NAME", help="cuda, cpu, xpu ... (default cuda)")
+            command.add_argument("--weight", metavar="N", type=float, help="relative capacity (default 1)")
+            command.add_argument("--pool", metavar="NAME", help="its pool (default: default)")
+            command.add_argument("--max-inflight", metavar="N", type=int, help="requests at once (default: the pool's)")
+        _admin_arguments(command, again=True)
 
 
 def _load(args: argparse.Namespace, path: str | None) -> Config:
@@ -187,34 +232,46 @@ def _version(_: argparse.Namespace) -> int:
 
 
 def _workers(args: argparse.Namespace) -> int:
-    from fullhit.admin_client import AdminClient, AdminError, workers_table
+    from fullhit.admin_client import AdminError, workers_table
 
-    if args.action != "list" and not args.worker:
-        return _fail(f"workers {args.action} needs a worker: fullhit workers {args.action} http://127.0.0.1:30000")
-    client = AdminClient(args.admin, os.environ.get("FULLHIT_ADMIN_KEY", ""))
+    facts = {name: value for name in _WORKER_FACTS if (value := getattr(args, name, None)) is not None}
     try:
+        client = _client(args)
         if args.action == "list":
             listing = client.get("/workers")
             print(client.pretty(listing) if args.json else workers_table(listing))
             return 0
-        result = client.change_worker(args.action, args.worker, device=args.device, weight=args.weight, pool=args.pool)
+        result = client.change_worker(args.action, args.worker, facts)
     except AdminError as error:
         return _fail(str(error), 1)
-    done = {"add": "added", "remove": "removed", "drain": "draining", "resume": "resumed"}[args.action]
-    print(client.pretty(result) if args.json else f"{done}: {args.worker}")
+    print(client.pretty(result) if args.json else f"{_ACTIONS[args.action][0]}: {args.worker}")
     return 0
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from fullhit.admin_client import AdminClient, AdminError, explain_text
+    from fullhit.admin_client import AdminError, explain_text
 
-    client = AdminClient(args.admin, os.environ.get("FULLHIT_ADMIN_KEY", ""))
     try:
+        client = _client(args)
         record = client.decision(args.id)
     except AdminError as error:
         return _fail(str(error), 1)
     print(client.pretty(record) if args.json else explain_text(record))
     return 0
+
+
+def _client(args: argparse.Namespace) -> AdminClient:
+    """Raises AdminError for a malformed address or a key file that cannot be read."""
+    from fullhit.admin_client import AdminClient, AdminError
+
+    key = os.environ.get(ADMIN_KEY_ENV, "")
+    path = os.environ.get(ADMIN_KEY_FILE_ENV, "")
+    if path:
+        try:
+            key = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise AdminError(f"{ADMIN_KEY_FILE_ENV}: cannot read {path}: {error}") from None
+    return AdminClient(args.admin, key)
 
 
 def _fail(message: str, code: int = USER_ERROR) -> int:

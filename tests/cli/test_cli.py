@@ -19,9 +19,22 @@ WORKER = {
     "inflight_requests": 2, "encoding_requests": 1, "keys": 7, "doubtful": False, "publishing": True,
 }  # fmt: skip
 RECORD = {
-    "id": 5, "reason": "full_hit", "request_id": "r1",
-    "candidates": [{"id": "http://127.0.0.1:30000", "inflight": 2, "held": 1}],
+    "id": 5, "reason": "full_hit", "request_id": "r1", "at": 3.5,
+    "inputs": {"keys": ["k1", "k2"], "exclude": [], "dry_run": False}, "groups": [], "ineligible_holders": [],
+    "candidates": [{"id": "http://127.0.0.1:30000", "inflight": 2, "keys_held": 1, "chosen": True, "allowed": None}],
+    "outcome": {"code": 200, "req_id": "sg-1"},
 }  # fmt: skip
+EXPLAINED = """\
+id:          5
+reason:      full_hit
+request id:  r1
+inputs:      keys k1 k2, dry run no
+outcome:     code 200, req id sg-1
+
+candidates:
+  id                      inflight  keys held  chosen  allowed
+  http://127.0.0.1:30000  2         1          yes     -
+"""
 
 
 class Admin:
@@ -90,6 +103,16 @@ def test_check_config_prints_the_effective_configuration(tmp_path: Path, capsys:
     assert json.loads(capsys.readouterr().out)["pool"]["default"]["ratio"] == 3
 
 
+def test_check_config_takes_the_file_that_serve_would_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "f.toml"
+    file.write_text("[pool.default]\nratio = 3\n")
+    monkeypatch.setenv("FULLHIT_CONFIG", str(file))
+    assert main(["check-config"]) == 0
+    assert json.loads(capsys.readouterr().out)["pool"]["default"]["ratio"] == 3
+
+
 def test_check_config_names_the_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "f.toml"
     file.write_text("[pool.default]\nratio = 0\n")
@@ -114,6 +137,22 @@ def test_workers_are_listed_as_a_table(admin: Admin, capsys: pytest.CaptureFixtu
     assert "confirmed" in out
 
 
+def test_the_table_says_why_a_worker_gets_nothing(admin: Admin, capsys: pytest.CaptureFixture[str]) -> None:
+    down = {**WORKER, "id": "http://a:1", "state": "unhealthy", "draining": True, "down": "3 probes failed"}
+    held = {**WORKER, "id": "http://b:1", "breaker": {"held_seconds": 0.5}, "last_failure": "connect"}
+    new = {**WORKER, "id": "http://c:1", "state": "probing", "last_probe_error": "refused"}
+    admin.answers["GET /workers"] = (200, [down, held, new, {**WORKER, "oldest_inflight_age_seconds": 2.0}])
+    assert main(["workers", "--admin", admin.url]) == 0
+    table, _, notes = capsys.readouterr().out.partition("\n\n")
+    assert "unhealthy, draining" in table
+    assert "2.0 s" in table
+    assert notes.splitlines() == [
+        "http://a:1: 3 probes failed",
+        "http://b:1: gets no requests for 0.5 s after a failure (connect)",
+        "http://c:1: has not answered a health probe yet, last refused",
+    ]
+
+
 def test_an_empty_list_of_workers_says_how_to_get_one(admin: Admin, capsys: pytest.CaptureFixture[str]) -> None:
     admin.answers["GET /workers"] = (200, {"workers": []})
     assert main(["workers", "--admin", admin.url]) == 0
@@ -134,11 +173,12 @@ def test_adding_draining_resuming_and_removing_reach_the_router(
             f"DELETE /workers/{quoted}": (200, {}),
         }
     )
-    assert main(["workers", "add", url, "--device", "cpu", "--admin", admin.url]) == 0
-    for action in ("drain", "resume", "remove"):
+    assert main(["workers", "add", "--device", "cpu", "--max-inflight", "3", url, "--admin", admin.url]) == 0
+    for action in ("drain", "resume"):
         assert main(["workers", action, url, "--admin", admin.url]) == 0
+    assert main(["workers", "--admin", admin.url, "remove", url]) == 0
     assert [(method, path, body) for method, path, body, _ in admin.asked] == [
-        ("POST", "/workers", {"url": url, "device": "cpu"}),
+        ("POST", "/workers", {"url": url, "device": "cpu", "max_inflight": 3}),
         ("POST", f"/workers/{quoted}/drain", None),
         ("POST", f"/workers/{quoted}/resume", None),
         ("DELETE", f"/workers/{quoted}", None),
@@ -165,24 +205,77 @@ def test_something_else_on_that_port_is_told(admin: Admin, capsys: pytest.Captur
     assert "not JSON" in capsys.readouterr().err
 
 
-def test_an_action_without_a_worker_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["workers", "drain"]) == 2
-    assert "needs a worker" in capsys.readouterr().err
+def test_the_wrong_listener_is_told(admin: Admin, capsys: pytest.CaptureFixture[str]) -> None:
+    admin.answers["GET /workers"] = (404, {"status": "error", "message": "no '/workers' here"})
+    assert main(["workers", "--admin", admin.url]) == 1
+    assert "HTTP 404; is it the admin listener?" in capsys.readouterr().err
 
 
-def test_explain_finds_a_decision_by_its_id_and_by_the_request_id(
-    admin: Admin, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["workers", "explain"])
+@pytest.mark.parametrize("address", ["ftp://x", "http://", "x:y", "http://[x", ""])
+def test_an_address_that_is_none_is_told_without_a_stack_trace(
+    command: str, address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main([command, "--admin", address]) == 1
+    assert "--admin: expected a URL such as" in capsys.readouterr().err
+
+
+def test_an_address_may_leave_out_the_scheme(admin: Admin, capsys: pytest.CaptureFixture[str]) -> None:
+    admin.answers["GET /workers"] = (200, [WORKER])
+    assert main(["workers", "--admin", admin.url.removeprefix("http://")]) == 0
+    assert "ready" in capsys.readouterr().out
+
+
+def test_the_key_may_stand_in_a_file(
+    admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    monkeypatch.setenv("FULLHIT_ADMIN_KEY_FILE", str(file))
+    assert main(["workers", "--admin", admin.url]) == 1
+    assert "FULLHIT_ADMIN_KEY_FILE: cannot read" in capsys.readouterr().err
+    file.write_text("sesame\n")
+    admin.answers["GET /workers"] = (200, [])
+    assert main(["workers", "--admin", admin.url]) == 0
+    assert [key for *_, key in admin.asked] == ["Bearer sesame"]
+
+
+def test_a_missing_or_wrong_key_says_where_it_comes_from(
+    admin: Admin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    admin.answers["GET /workers"] = (401, {"error": {"message": "send the admin key"}})
+    assert main(["workers", "--admin", admin.url]) == 1
+    assert "wants its key: set FULLHIT_ADMIN_KEY or FULLHIT_ADMIN_KEY_FILE" in capsys.readouterr().err
+    monkeypatch.setenv("FULLHIT_ADMIN_KEY", "bad")
+    assert main(["workers", "--admin", admin.url]) == 1
+    assert "refused the key" in capsys.readouterr().err
+
+
+def test_an_action_without_a_worker_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["workers", "drain"])
+    assert caught.value.code == 2
+    assert "required: URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", [["5"], ["r1"], ["sg-1"], []])
+def test_explain_finds_a_decision_by_any_of_its_names_and_the_latest_without_one(
+    argument: list[str], admin: Admin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {**RECORD, "outcome": {"code": 200}}
     admin.answers["GET /decisions/5"] = (200, RECORD)
+    admin.answers["GET /decisions?limit=1"] = (200, {"decisions": [RECORD]})
     admin.answers["GET /decisions?limit=1&request_id=r1"] = (200, {"decisions": [RECORD]})
-    for argument in ("5", "r1"):
-        assert main(["explain", argument, "--admin", admin.url]) == 0
-        out = capsys.readouterr().out
-        assert "reason: full_hit" in out
-        assert "candidates:" in out
+    admin.answers["GET /decisions?limit=1&request_id=sg-1"] = (200, {"decisions": []})
+    admin.answers["GET /decisions?limit=1000"] = (200, {"decisions": [other, RECORD]})
+    assert main(["explain", *argument, "--admin", admin.url]) == 0
+    assert capsys.readouterr().out == EXPLAINED
 
 
 def test_explain_of_an_unknown_decision_says_so(admin: Admin, capsys: pytest.CaptureFixture[str]) -> None:
     admin.answers["GET /decisions?limit=1&request_id=99"] = (200, {"decisions": []})
+    admin.answers["GET /decisions?limit=1000"] = (200, {"decisions": []})
+    admin.answers["GET /decisions?limit=1"] = (200, {"decisions": []})
+    assert main(["explain", "--admin", admin.url]) == 1
+    assert "no decision was made yet" in capsys.readouterr().err
     assert main(["explain", "99", "--admin", admin.url]) == 1
     assert "no decision '99'" in capsys.readouterr().err
