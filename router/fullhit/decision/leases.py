@@ -6,6 +6,9 @@ there as a number nobody knows any more, and the heap is built anew when such nu
 
 A lease remembers the request id and the content it was opened for. That makes asking twice harmless: a caller that
 never saw the answer asks again and gets the same lease, not a second slot.
+
+A lease may belong to a holder, a connection for instance, and then ends with it. Who asked for it last holds it: when
+a caller has come back over a new connection, the end of the old one must not take its slot.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class Leases:
         self._open: dict[str, Lease] = {}
         self._ends: list[tuple[float, str]] = []
         self._of_request: dict[tuple[str, str], str] = {}
+        self._holders: dict[str, set[str]] = {}
         self.expired = 0
 
     def __len__(self) -> int:
@@ -86,6 +90,22 @@ class Leases:
             self._of_request[pool, decision.request_id] = lease.id
         return lease
 
+    def bind(self, lease: Lease, holder: set[str] | None) -> None:
+        """The lease belongs to this holder from now on, a set of ids that is kept up to date; None: to nobody."""
+        former = self._holders.pop(lease.id, None)
+        if former is not None:
+            former.discard(lease.id)
+        if holder is not None:
+            holder.add(lease.id)
+            self._holders[lease.id] = holder
+
+    def release_held(self, holder: set[str]) -> int:
+        """The holder is gone: give its slots back. Returns how many."""
+        ids = list(holder)
+        for id in ids:
+            self.release(id)
+        return len(ids)
+
     def left(self, lease: Lease) -> float:
         """Seconds until it ends."""
         return max(0.0, lease.ends_at - self._clock())
@@ -100,6 +120,7 @@ class Leases:
         lease = self._open.pop(id, None)
         if lease is None:
             return None
+        self.bind(lease, None)
         name = (lease.pool, lease.decision.request_id)
         if self._of_request.get(name) == id:
             del self._of_request[name]

@@ -130,8 +130,11 @@ class DecisionService:
 
     # -- choosing
 
-    def select(self, call: SelectCall) -> Selected:
-        """Choose, and unless it is a dry run hold the slot. Raises `DecisionError`."""
+    def select(self, call: SelectCall, holder: set[str] | None = None) -> Selected:
+        """Choose, and unless it is a dry run hold the slot. Raises `DecisionError`.
+
+        ``holder``: whose lease it is; see `Leases.bind`.
+        """
         name = call.pool or self.settings.default_pool
         pool = self._pools.get(name)
         if pool is None:
@@ -149,6 +152,7 @@ class DecisionService:
             known = leases.find(name, call.request_id)
             if known is not None and known.content == content:
                 if known.decision.worker.present:
+                    leases.bind(known, holder)
                     return Selected(known.decision, known, leases.left(known), repeated=True)
                 leases.release(known.id)  # that worker is gone: the question is open again
         if leases.full:
@@ -158,6 +162,8 @@ class DecisionService:
             lease = leases.open(name, decision, seconds, content=content)
         except TooManyLeases as error:
             raise DecisionError("too_many_leases", str(error), retryable=True) from None
+        if holder is not None:
+            leases.bind(lease, holder)
         self.telemetry.decision(decision, api="select")
         return Selected(decision, lease, seconds or leases.seconds)
 

@@ -60,6 +60,7 @@ class RouterServicer:
         self._stir = asyncio.Event()
         self.watchers = 0
         """Open WatchWorkers streams."""
+        self._sessions: set[asyncio.Task[Any]] = set()
         for hooks in (service.fleet.on_added, service.fleet.on_removed):
             hooks.append(self._stirred)
 
@@ -78,6 +79,7 @@ class RouterServicer:
             "WatchWorkers": grpc.unary_stream_rpc_method_handler(
                 _reading(pb.WatchWorkersRequest, self.WatchWorkers), **write
             ),
+            "Session": grpc.stream_stream_rpc_method_handler(self.Session, **write),
             "RegisterWorker": grpc.stream_stream_rpc_method_handler(self.RegisterWorker, **write),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -91,6 +93,13 @@ class RouterServicer:
                 hooks.remove(self._stirred)
         self._leaving.set()
         self._stir.set()
+        for task in self._sessions:
+            task.cancel()
+
+    @property
+    def sessions(self) -> int:
+        """Open Session streams."""
+        return len(self._sessions)
 
     # -- unary calls
 
@@ -99,18 +108,15 @@ class RouterServicer:
         if left is not None and left <= 0:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline had passed before the choice")
         try:
-            return select_reply(self._service.select(select_call(request)), request.candidates)
+            return self._select(request)
         except DecisionError as error:
             return await _refuse(context, error.code, str(error))
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
         try:
-            lease = self._service.release(request.lease_id, request_id=request.request_id, pool=request.pool).lease
+            return self._release(request)
         except DecisionError as error:
-            await _refuse(context, error.code, str(error))
-        if lease is None:
-            return pb.ReleaseReply(released=False)
-        return pb.ReleaseReply(released=True, worker=lease.decision.worker.id, decision_id=lease.decision.id)
+            return await _refuse(context, error.code, str(error))
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainReply:
         try:
@@ -122,7 +128,52 @@ class RouterServicer:
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersReply:
         return pb.ListWorkersReply(workers=map(worker_message, self._service.workers(request.pool)))
 
+    def _select(self, request: pb.SelectRequest, holder: set[str] | None = None) -> pb.SelectReply:
+        return select_reply(self._service.select(select_call(request), holder), request.candidates)
+
+    def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+        lease = self._service.release(request.lease_id, request_id=request.request_id, pool=request.pool).lease
+        if lease is None:
+            return pb.ReleaseReply(released=False)
+        return pb.ReleaseReply(released=True, worker=lease.decision.worker.id, decision_id=lease.decision.id)
+
     # -- streams
+
+    async def Session(self, said: AsyncIterator[bytes], context: Context) -> None:
+        task, held = asyncio.current_task(), set[str]()
+        assert task is not None
+        self._sessions.add(task)
+        try:
+            if self._leaving.is_set():
+                raise DecisionError("leaving", "the router is leaving")
+            async for data in said:
+                await context.write(self._answer(data, held))
+        except DecisionError as error:
+            await _refuse(context, error.code, str(error))
+        except asyncio.CancelledError:
+            if not self._leaving.is_set():
+                raise
+            await _refuse(context, "leaving", "the router is leaving")
+        finally:
+            self._sessions.discard(task)
+            self._service.leases.release_held(held)
+
+    def _answer(self, data: bytes, held: set[str]) -> pb.SessionReply:
+        """One turn of a session. Raises `DecisionError` for bytes that are no question."""
+        try:
+            request = pb.SessionRequest.FromString(data)
+        except DecodeError:
+            raise DecisionError("invalid_request", "the message is no SessionRequest") from None
+        kind = request.WhichOneof("ask")
+        try:
+            if kind == "select":
+                return pb.SessionReply(call=request.call, selected=self._select(request.select, held))
+            if kind == "release":
+                return pb.SessionReply(call=request.call, released=self._release(request.release))
+            raise DecisionError("invalid_request", "ask for select or release")
+        except DecisionError as error:
+            refusal = pb.Refusal(code=error.code, message=str(error), retryable=error.retryable)
+            return pb.SessionReply(call=request.call, refusal=refusal)
 
     async def WatchWorkers(self, request: pb.WatchWorkersRequest, context: Context) -> None:
         if self.watchers >= self._settings.max_watchers:

@@ -1,9 +1,9 @@
 """The decision API over gRPC: Selects a second of 32 clients, each on a connection of its own.
 
 A real `fullhit serve` with 16 workers in one process, with the settings it has by default (each decision leaves a log
-line); the 32 clients in another process, this one. Each client asks with two keys, waits for the answer, asks again.
-Slots are lent for a second and not released, or released (last row, where a pair is two calls). CPU times of both sides
-stand beside it: on two cores they share, their sum is what bounds the rate.
+line); the 32 clients in another process, this one. Each client asks with two keys, waits for the answer, asks again:
+on its session, the way for a front end with much to ask, or with a call each. Slots are lent for a second and not
+released. CPU times of both sides stand beside it: on two cores they share, their sum is what bounds the rate.
 """
 
 from __future__ import annotations
@@ -65,13 +65,18 @@ def rows(args: argparse.Namespace) -> list[Row]:
         raise Skip("grpcio is not installed: pip install 'fullhit[grpc]'") from None
     seconds = QUICK_SECONDS if args.quick else SECONDS
     with asyncio.Runner(loop_factory=_loop()) as runner:
-        select, pair = runner.run(_measure(args.rounds, seconds))
+        session, single = runner.run(_measure(args.rounds, seconds))
     what = f"gRPC, {CLIENTS} clients, {WORKERS} workers"
+    out = [Row.at_least(f"{what}: Selects on sessions", median(f.rate for f in session), "/s", BUDGET, COMMAND)]
+    out += _cpu(session)
+    out.append(Row.at_least(f"{what}: Selects, a call each", median(f.rate for f in single), "/s", BUDGET, COMMAND))
+    return out + _cpu(single)
+
+
+def _cpu(figures: list[_Figure]) -> list[Row]:
     return [
-        Row.at_least(f"{what}: Select", median(f.rate for f in select), "/s", BUDGET, COMMAND),
-        Row.info("  CPU of the router a Select", median(f.server_ms for f in select), "ms", COMMAND),
-        Row.info("  CPU of the clients a Select", median(f.client_ms for f in select), "ms", COMMAND),
-        Row.info(f"{what}: Select and Release", median(f.rate for f in pair), "pairs/s", COMMAND),
+        Row.info("  CPU of the router each", median(f.server_ms for f in figures), "ms", COMMAND),
+        Row.info("  CPU of the clients each", median(f.client_ms for f in figures), "ms", COMMAND),
     ]
 
 
@@ -85,12 +90,12 @@ def _loop() -> Callable[[], asyncio.AbstractEventLoop]:
 
 async def _measure(rounds: int, seconds: float) -> tuple[list[_Figure], list[_Figure]]:
     async with _router() as (router, target):
-        select, pair = [], []
-        await _round(router, target, min(0.5, seconds), release=False)  # warm
+        session, single = [], []
+        await _round(router, target, min(0.5, seconds), sessions=True)  # warm
         for _ in range(rounds):
-            select.append(await _round(router, target, seconds, release=False))
-            pair.append(await _round(router, target, seconds, release=True))
-        return select, pair
+            session.append(await _round(router, target, seconds, sessions=True))
+            single.append(await _round(router, target, seconds, sessions=False))
+        return session, single
 
 
 @contextlib.asynccontextmanager
@@ -142,7 +147,7 @@ async def _usable(admin: str) -> int:
     return 0  # 503: none
 
 
-async def _round(router: Child, target: str, seconds: float, *, release: bool) -> _Figure:
+async def _round(router: Child, target: str, seconds: float, *, sessions: bool) -> _Figure:
     import grpc
 
     from fullhit.rpc.v1 import router_pb2 as pb
@@ -153,18 +158,28 @@ async def _round(router: Child, target: str, seconds: float, *, release: bool) -
     channels = [
         grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) for _ in range(CLIENTS)
     ]
-    numbers = itertools.count()
+    numbers = itertools.count(time.time_ns())
     done = 0
+
+    def question() -> Any:
+        return pb.SelectRequest(keys=rng.sample(keys, 2), request_id=f"{next(numbers)}", lease_seconds=1.0)
 
     async def client(channel: Any, ends: float) -> None:
         nonlocal done
         stub = router_pb2_grpc.RouterStub(channel)  # type: ignore[no-untyped-call]
-        while time.monotonic() < ends:
-            ask = pb.SelectRequest(keys=rng.sample(keys, 2), request_id=f"{next(numbers)}-{ends}", lease_seconds=1.0)
-            got = await stub.Select(ask)
-            if release:
-                await stub.Release(pb.ReleaseRequest(lease_id=got.lease_id))
-            done += 1
+        session = stub.Session() if sessions else None
+        try:
+            while time.monotonic() < ends:
+                if session is None:
+                    chosen = await stub.Select(question())
+                else:
+                    await session.write(pb.SessionRequest(select=question()))
+                    chosen = (await session.read()).selected
+                assert chosen.lease_id
+                done += 1
+        finally:
+            if session is not None:
+                session.cancel()
 
     try:
         await asyncio.gather(*(channel.channel_ready() for channel in channels))

@@ -138,6 +138,38 @@ class ReleaseReply(_message.Message):
     decision_id: int
     def __init__(self, released: _Optional[bool] = ..., worker: _Optional[str] = ..., decision_id: _Optional[int] = ...) -> None: ...
 
+class SessionRequest(_message.Message):
+    __slots__ = ("call", "select", "release")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    SELECT_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    select: SelectRequest
+    release: ReleaseRequest
+    def __init__(self, call: _Optional[int] = ..., select: _Optional[_Union[SelectRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ...) -> None: ...
+
+class SessionReply(_message.Message):
+    __slots__ = ("call", "selected", "released", "refusal")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    SELECTED_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    selected: SelectReply
+    released: ReleaseReply
+    refusal: Refusal
+    def __init__(self, call: _Optional[int] = ..., selected: _Optional[_Union[SelectReply, _Mapping]] = ..., released: _Optional[_Union[ReleaseReply, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("code", "message", "retryable")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    retryable: bool
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
+
 class ExplainRequest(_message.Message):
     __slots__ = ("decision_id", "request_id", "pool")
     DECISION_ID_FIELD_NUMBER: _ClassVar[int]

@@ -44,6 +44,11 @@ class RouterStub:
                 request_serializer=fullhit_dot_rpc_dot_v1_dot_router__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=fullhit_dot_rpc_dot_v1_dot_router__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/fullhit.v1.Router/Session',
+                request_serializer=fullhit_dot_rpc_dot_v1_dot_router__pb2.SessionRequest.SerializeToString,
+                response_deserializer=fullhit_dot_rpc_dot_v1_dot_router__pb2.SessionReply.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/fullhit.v1.Router/Explain',
                 request_serializer=fullhit_dot_rpc_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
@@ -83,6 +88,15 @@ class RouterServicer:
 
     def Release(self, request, context):
         """Give the slot back. Safe to repeat: what is not open any more is answered with `released` false.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Session(self, request_iterator, context):
+        """Select and Release for a front end with much to ask: many questions on one stream, each answered in its turn, at a
+        third of the cost of a call. A refusal is an answer and does not end the stream. The leases of a session end with
+        it, at once, when its client has died.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +144,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=fullhit_dot_rpc_dot_v1_dot_router__pb2.ReleaseRequest.FromString,
                     response_serializer=fullhit_dot_rpc_dot_v1_dot_router__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=fullhit_dot_rpc_dot_v1_dot_router__pb2.SessionRequest.FromString,
+                    response_serializer=fullhit_dot_rpc_dot_v1_dot_router__pb2.SessionReply.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -206,6 +225,33 @@ class Router:
             '/fullhit.v1.Router/Release',
             fullhit_dot_rpc_dot_v1_dot_router__pb2.ReleaseRequest.SerializeToString,
             fullhit_dot_rpc_dot_v1_dot_router__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/fullhit.v1.Router/Session',
+            fullhit_dot_rpc_dot_v1_dot_router__pb2.SessionRequest.SerializeToString,
+            fullhit_dot_rpc_dot_v1_dot_router__pb2.SessionReply.FromString,
             options,
             channel_credentials,
             insecure,
