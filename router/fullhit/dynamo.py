@@ -99,7 +99,7 @@ class DynamoPool:
         self._plane: DynamoNats | DynamoZmq = self._zmq or self._nats  # type: ignore[assignment]
         self._task: asyncio.Task[None] | None = None
         self._malformed = 0
-        self._discovery_error = ""
+        self._discovery_error = self._backend.error
 
     async def start(self) -> None:
         """Begin; returns at once."""

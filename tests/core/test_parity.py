@@ -173,7 +173,7 @@ STEP = st.one_of(
 
 
 @given(st.integers(1, 9), st.integers(0, 99), st.lists(STEP, min_size=10, max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_every_choice_of_a_random_history_is_one_the_reference_could_make(
     ratio: int, seed: int, steps: list[tuple]
 ) -> None:

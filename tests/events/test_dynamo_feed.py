@@ -602,3 +602,77 @@ def test_ten_megabytes_of_irregular_keys_and_a_million_keys_in_one_message_are_t
     assert desk.feed.counters == {"too_many_keys": 1}
     desk.feed.nats(SUBJECT, b"\x85" + bytes(17 << 20))
     assert desk.feed.counters == {"too_many_keys": 1, "too_large": 1}
+
+
+# A lossy network.
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> list[tuple]:
+    """Steps of one worker's life: changes of its cache, restarts of its publisher, and what the network does."""
+    return draw(
+        st.lists(
+            st.one_of(
+                st.tuples(
+                    st.just("change"), st.sets(st.integers(0, 5), max_size=2), st.sets(st.integers(0, 5), max_size=2)
+                ),
+                st.tuples(st.just("deliver"), st.sampled_from([0, 0, 0, 0, 1])),
+                st.tuples(st.just("lose"), st.just(0)),
+                st.tuples(st.just("repeat"), st.just(0)),
+                st.tuples(st.just("restart")),
+                st.tuples(st.just("plane")),
+                st.tuples(st.just("age")),
+            ),
+            min_size=5,
+            max_size=60,
+        )
+    )
+
+
+@given(lives())
+@settings(max_examples=120, deadline=None)
+def test_a_live_stream_holds_nothing_but_what_its_publisher_held_at_that_point(steps: list[tuple]) -> None:
+    desk = Desk(doubt_ttl=50.0)
+    desk.add(W)
+    keys = [hashlib.sha256(bytes([n])).hexdigest() for n in range(6)]
+    publisher, sequence = 1, 0
+    held: set[int] = set()
+    truth = {(1, 0): frozenset[int]()}  # (publisher, deltas so far) -> what it holds
+    wire_: list[bytes] = []
+    last = b""
+    for step in steps:
+        desk.now += 0.01
+        match step:
+            case ("change", added, removed):
+                held = (held - (removed - added)) | added
+                data = message(
+                    sequence, [keys[n] for n in added], [keys[n] for n in removed - added], publisher=publisher
+                )
+                wire_.append(data)
+                sequence += 1
+                truth[publisher, sequence] = frozenset(held)
+            case ("deliver", place) if wire_:
+                last = wire_.pop(min(place, len(wire_) - 1))
+                desk.feed.nats(SUBJECT, last)
+            case ("lose", _) if wire_:
+                wire_.pop(0)
+            case ("repeat", _) if last:
+                desk.feed.nats(SUBJECT, last)
+            case ("restart",):
+                publisher, sequence, held = publisher + 1, 0, set()
+                truth[publisher, 0] = frozenset()
+            case ("plane",):
+                desk.ingest.dynamo_lost("enc")
+                desk.ingest.dynamo_up("enc")
+            case ("age",):
+                wire_.clear()  # no network keeps messages for that long
+                desk.wait(60)
+        desk.work()
+        stream = desk.ingest.stream("enc", dynamo_name(W))
+        assert stream is not None
+        found = {n for n in range(6) if desk.pool.holds(dynamo_name(W), fold(keys[n]))}
+        if stream.state == "live":
+            assert stream.epoch is not None and stream.applied is not None
+            assert found <= truth[stream.epoch, stream.applied]
+        else:
+            assert not any(desk.full_hit(key) for key in keys)
