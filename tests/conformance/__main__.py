@@ -48,6 +48,12 @@ async def walk(stand: Stand, releases: tuple[str, ...], deltas: int) -> str:
     return f"{len(held)} keys"
 
 
+async def names(stand: Stand, releases: tuple[str, ...], deltas: int) -> str:
+    """Names that have to be escaped in subjects and in the names of files."""
+    stand.namespace, stand.component = "My_NS-1", "Back End"
+    return await walk(stand, releases, min(deltas, 500))
+
+
 async def mixed(stand: Stand, releases: tuple[str, ...], deltas: int) -> str:
     """Publishers of all releases at once."""
     await stand.start_router()
@@ -145,6 +151,7 @@ async def broken(stand: Stand, releases: tuple[str, ...], deltas: int) -> str:
 
 CASES: tuple[tuple[str, Callable[[Stand, tuple[str, ...], int], Awaitable[str]], tuple[str, ...]], ...] = (
     ("random walk", walk, TRANSPORTS),
+    ("names with blanks", names, TRANSPORTS),
     ("all releases at once", mixed, TRANSPORTS),
     ("queue overrun", burst, TRANSPORTS),
     ("router restarted", late, TRANSPORTS),

@@ -80,9 +80,10 @@ class Publisher:
 class Stand:
     """``transport``: ``nats``, ``zmq`` (publishers' own sockets) or ``broker``. Use with ``async with``."""
 
-    def __init__(self, environment: Environment, transport: str, namespace: str = "fullhit") -> None:
+    def __init__(self, environment: Environment, transport: str) -> None:
         self.transport = transport
-        self.namespace = namespace
+        self.namespace = "fullhit"
+        self.component = "encoder"
         self._environment = environment
         self._folder = tempfile.TemporaryDirectory()
         self.store = Path(self._folder.name) / "store"
@@ -119,7 +120,7 @@ class Stand:
         file = Path(self._folder.name) / "fullhit.toml"
         file.write_text(
             '[server]\nlisten = "127.0.0.1:0"\nadmin_listen = "127.0.0.1:0"\n[events]\nplane = "none"\n'
-            f'[pool.default]\n[pool.{POOL}.dynamo]\nnamespace = "{self.namespace}"\ncomponent = "encoder"\n'
+            f'[pool.default]\n[pool.{POOL}.dynamo]\nnamespace = "{self.namespace}"\ncomponent = "{self.component}"\n'
             f'discovery = "file:{self.store}"\n{plane}\n'
         )
         self.router = Router(load_config(file, environ={}), Log(io.StringIO(), "info", "json"))
@@ -148,7 +149,7 @@ class Stand:
         process = await asyncio.create_subprocess_exec(
             str(self._environment.python),
             str(PUBLISHER),
-            f"{self.namespace}.encoder.generate",
+            f"{self.namespace}.{self.component}.generate",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

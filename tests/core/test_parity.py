@@ -251,6 +251,7 @@ def test_any_of_several_keys_for_one_item_makes_its_holder_a_holder(parity: str)
     pool.apply_delta("G", [B], [])
     decision = pool.select(both)
     assert (decision.worker.id, decision.reason) == ("G", Reason.FULL_HIT)
+    assert decision.record()["inputs"]["alternatives"] == [[C.hex()], []]
     first = SelectRequest(keys=(A,), items=1, alternatives=((B, C),), dry_run=True)
     assert pool.select(first).reason is Reason.FULL_HIT
     assert pool.select(SelectRequest(keys=(A,), items=1, alternatives=((),), dry_run=True)).reason is Reason.MISS

@@ -185,6 +185,11 @@ def test_the_envelope_may_come_as_json_with_the_payload_as_numbers_or_as_base64(
     second = msgspec.msgpack.encode({"worker_id": W, "update": {"added_keys": [B], "removed_keys": []}})
     desk.feed.nats(SUBJECT, msgspec.json.encode({**envelope, "sequence": 1, "payload": second}))
     assert desk.held() == {A, B}
+    third = {"worker_id": W, "update": {"added_keys": [C], "removed_keys": [A]}}
+    desk.feed.nats(SUBJECT, json.dumps({**envelope, "sequence": 2, "payload": third}).encode())
+    fourth = list(json.dumps({"worker_id": W, "update": {"added_keys": [D], "removed_keys": []}}).encode())
+    desk.feed.nats(SUBJECT, json.dumps({**envelope, "sequence": 3, "payload": fourth}).encode())
+    assert desk.held() == {B, C, D} and desk.state() == "live"
     desk.feed.nats(SUBJECT, json.dumps({**envelope, "payload": [300]}).encode())
     desk.feed.nats(SUBJECT, b'{"publisher_id": 1')
     assert desk.feed.counters == {"envelope": 2}

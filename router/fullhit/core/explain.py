@@ -44,6 +44,7 @@ def render(look: Look, worker: Worker, reason: Reason) -> dict[str, Any]:
         "why": _why(look, some, reason),
         "inputs": {
             "keys": [key.hex() for key in request.keys],
+            **_alternatives(look),
             "items": request.items,
             "unkeyed": request.unkeyed,
             "exclude": sorted(request.exclude),
@@ -66,6 +67,12 @@ def render(look: Look, worker: Worker, reason: Reason) -> dict[str, Any]:
         ],
         "ineligible_holders": passed_over[:CANDIDATES],
     }
+
+
+def _alternatives(look: Look) -> dict[str, Any]:
+    """For each key the others that do as well, where the request has any."""
+    found = look.request.alternatives
+    return {"alternatives": [[key.hex() for key in keys] for keys in found]} if found else {}
 
 
 def _budgets(look: Look) -> list[tuple[Any, ...]]:

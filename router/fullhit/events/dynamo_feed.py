@@ -19,7 +19,7 @@ from base64 import b64decode
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -68,14 +68,15 @@ class _LooseJson(msgspec.Struct):
     sequence: int
     published_at: int
     topic: str
-    payload: list[int] | str
+    payload: list[int] | str | dict[str, Any]
 
 
 _json: Final = msgspec.json.Decoder(_LooseJson)
 
 
 def decode_nats(data: bytes, limits: wire.Limits) -> Envelope:
-    """An envelope as NATS carries it: msgpack, or JSON with the payload as an array of byte values (or as base64).
+    """An envelope as NATS carries it: msgpack, or JSON with the payload as an array of byte values (or as base64, or as
+    an object). The payload's own bytes may be JSON as well.
 
     Raises WireError.
     """
@@ -85,12 +86,19 @@ def decode_nats(data: bytes, limits: wire.Limits) -> Envelope:
         raise WireError("too_large", f"message of {len(data)} bytes, limit {limits.max_message_bytes}")
     try:
         loose = _json.decode(data)
-        payload = b64decode(loose.payload, validate=True) if isinstance(loose.payload, str) else bytes(loose.payload)
+        payload = _payload(loose.payload)
     except Exception as error:
         raise WireError("envelope", f"{type(error).__name__}: {error}"[:200]) from None
     if not all(0 <= number <= wire.MAX_U64 for number in (loose.publisher_id, loose.sequence, loose.published_at)):
         raise WireError("range", "a number is no unsigned 64-bit integer")
     return Envelope(loose.publisher_id, loose.sequence, loose.published_at, loose.topic, payload)
+
+
+def _payload(value: list[int] | str | dict[str, Any]) -> bytes:
+    if isinstance(value, dict):
+        return msgspec.msgpack.encode(value)
+    raw = b64decode(value, validate=True) if isinstance(value, str) else bytes(value)
+    return msgspec.msgpack.encode(msgspec.json.decode(raw)) if _JSON_START.match(raw[:16]) else raw
 
 
 class DynamoFeed:
