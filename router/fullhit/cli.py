@@ -61,6 +61,7 @@ _LAB = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit code."""
+    _open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(arguments)
     args = parser.parse_args(arguments)
@@ -77,6 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _open_standard_streams() -> None:
+    """A process started with a standard stream closed (``2>&-``) gets the null device there. Otherwise the next socket
+    takes the number: log lines would go to a peer, and libuv aborts when it closes one below 3."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -279,3 +284,33 @@ def test_explain_of_an_unknown_decision_says_so(admin: Admin, capsys: pytest.Cap
     assert "no decision was made yet" in capsys.readouterr().err
     assert main(["explain", "99", "--admin", admin.url]) == 1
     assert "no decision '99'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-", "2>/dev/full"])
+def test_serve_lives_without_standard_streams(closed: str, tmp_path: Path):
+    """Sockets took the free numbers, and libuv aborts when it closes a descriptor below 3."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = (
+        f"exec {sys.executable} -m fullhit serve --event-plane embedded:0 "
+        f"--listen 127.0.0.1:0 --admin-listen 127.0.0.1:{port} {closed}"
+    )
+    router = subprocess.Popen(["/bin/sh", "-c", command], cwd=tmp_path)
+    try:
+        for _ in range(300):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5) as answer:
+                    assert answer.status == 200
+                break
+            except (urllib.error.URLError, OSError):
+                assert router.poll() is None
+                time.sleep(0.1)
+        else:
+            pytest.fail("not up after 30 s")
+        assert {0, 1, 2} <= {int(name) for name in os.listdir(f"/proc/{router.pid}/fd")}
+        router.terminate()
+        assert router.wait(30) == 0
+    finally:
+        router.kill()
+        router.wait()

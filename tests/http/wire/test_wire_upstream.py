@@ -268,6 +268,24 @@ async def test_garbage_is_a_bad_reply_and_never_reused(rig: Rig, reply: bytes):
     await rig.until(lambda: client.open_connections == 0)
 
 
+@on_both_loops
+async def test_interim_replies_without_end_are_refused_and_cost_little(rig: Rig):
+    """A server that said only "100 Continue" made the router collect and read again all of them at every read."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        while not writer.is_closing():
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
+            await writer.drain()
+
+    server = await rig.server(script)
+    client = rig.upstream()
+    async with asyncio.timeout(10):
+        with pytest.raises(BadReply, match="too many interim"):
+            await post(client, server)
+    await rig.until(lambda: client.open_connections == 0)
+
+
 @pytest.mark.parametrize(
     ("reply", "kind"),
     [

@@ -50,6 +50,7 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         "_deadline",
         "_exact",
         "_head_only",
+        "_interim",
         "_loop",
         "_on_sent",
         "_paused",
@@ -88,6 +89,7 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         self._paused = False
         self._sent = False
         self._received = 0
+        self._interim = 0
         self._remaining = 0
         self._scanner: ChunkScanner | None = None
         self._head_only = False
@@ -175,6 +177,7 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         self._on_sent = on_sent
         self._sent = False
         self._received = 0
+        self._interim = 0
         self._total = total_deadline
         waiter = self._waiter = self._loop.create_future()
         size = len(body)
@@ -263,11 +266,15 @@ class UpstreamConnection(asyncio.BufferedProtocol):
                 self._pending += view[:nbytes]
                 pending = self._pending
                 with memoryview(pending) as joined:
-                    done = self._head_bytes(pending, joined, len(pending))
-                if done:
+                    keep = self._head_bytes(pending, joined, len(pending))
+                if keep < 0:
                     self._pending = bytearray()
-            elif not self._head_bytes(self._client.scratch, view, nbytes) and self.state == WAITING:
-                self._pending += view[:nbytes]
+                else:
+                    del pending[:keep]
+            else:
+                keep = self._head_bytes(self._client.scratch, view, nbytes)
+                if keep >= 0 and self.state == WAITING:
+                    self._pending += view[keep:nbytes]
         elif state == FREE:
             self._client.count("unsolicited")
             self.close()
@@ -285,6 +292,9 @@ class UpstreamConnection(asyncio.BufferedProtocol):
             return False
         if head.chunked or head.content_length != end - cut or not head.keep_alive or head.status < 200:
             return False
+        if self._waiter is None or self._waiter.done():
+            self.close()  # Its sender was cancelled and is about to close it: nobody else may get it.
+            return True
         response = UpstreamResponse(self, head, 0)
         response.arrived(bytes(view[cut:end]))
         if head.keep_alive_timeout is not None:
@@ -301,8 +311,9 @@ class UpstreamConnection(asyncio.BufferedProtocol):
             client.connection_free(self)
         return True
 
-    def _head_bytes(self, data: bytearray, view: memoryview, end: int) -> bool:
-        """Look for the final answer's head in `data[:end]`; true when nothing needs to be kept."""
+    def _head_bytes(self, data: bytearray, view: memoryview, end: int) -> int:
+        """Look for the final answer's head in `data[:end]`. Returns where what must be kept begins; -1 when nothing
+        needs to be. Interim answers are skipped, all of them together no longer than one head may be."""
         limits = self._client.limits
         at = 0
         while True:
@@ -310,11 +321,11 @@ class UpstreamConnection(asyncio.BufferedProtocol):
             if cut < 0:
                 if end - at > limits.max_head_bytes:
                     self.fail(BadReply("reply head too large", origin=str(self.origin)))
-                    return True
+                    return -1
                 if end - at >= 5 and data[at : at + 5] != b"HTTP/":
                     self.fail(BadReply("not an HTTP reply", origin=str(self.origin)))
-                    return True
-                return False
+                    return -1
+                return at
             cut += 4
             try:
                 if cut - at > limits.max_head_bytes:
@@ -324,13 +335,20 @@ class UpstreamConnection(asyncio.BufferedProtocol):
                     raise BadReply("the server switched protocols unasked")
             except BadReply as error:
                 self.fail(BadReply(error.message, origin=str(self.origin), reused=self.reused))
-                return True
+                return -1
             if head.status >= 200:
                 break
+            self._interim += cut - at
+            if self._interim > limits.max_head_bytes:
+                self.fail(BadReply("too many interim replies", origin=str(self.origin)))
+                return -1
             at = cut
+        if self._waiter is None or self._waiter.done():
+            self.close()
+            return -1
         self._answer(head)
         self._body_bytes(view, cut, end)
-        return True
+        return -1
 
     def _answer(self, head: ResponseHead) -> None:
         response = UpstreamResponse(self, head, self._client.limits.read_ahead)
