@@ -29,9 +29,9 @@ class TooManyLeases(Exception):
     """The bound on open leases is reached; the caller should release what it has finished."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each choice, and that would double its price
 class Lease:
-    """A decision whose slot is held until ``ends_at`` (monotonic seconds)."""
+    """A decision whose slot is held until ``ends_at`` (monotonic seconds). Read-only."""
 
     id: str
     pool: str

@@ -71,7 +71,7 @@ class DecisionSettings:
     max_items: int = 10_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SelectCall:
     """What a caller asks. The shapes of media are those of `media.read_media`; ``exclude`` holds URLs or numbers."""
 
@@ -87,7 +87,7 @@ class SelectCall:
     dry_run: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Selected:
     """A decision; ``lease`` is None for a dry run, ``seconds`` the time it still lasts.
 
