@@ -115,7 +115,10 @@ class UpstreamClient:
         try:
             return await waiter
         except BaseException:
-            connection.close()
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                waiter.result().close()  # The answer was first: by now the connection may be another's.
+            else:
+                connection.close()
             raise
 
     async def close(self) -> None:
