@@ -295,9 +295,6 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         if self._waiter is None or self._waiter.done():
             self.close()  # Its sender was cancelled and is about to close it: nobody else may get it.
             return True
-        if self._waiter is None or self._waiter.done():
-            self.close()  # Its sender was cancelled and is about to close it: nobody else may get it.
-            return True
         response = UpstreamResponse(self, head, 0)
         response.arrived(bytes(view[cut:end]))
         if head.keep_alive_timeout is not None:
@@ -346,9 +343,6 @@ class UpstreamConnection(asyncio.BufferedProtocol):
                 self.fail(BadReply("too many interim replies", origin=str(self.origin)))
                 return -1
             at = cut
-        if self._waiter is None or self._waiter.done():
-            self.close()
-            return -1
         if self._waiter is None or self._waiter.done():
             self.close()
             return -1
