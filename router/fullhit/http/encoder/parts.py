@@ -23,8 +23,9 @@ by the address of the caller, then by being the only candidate, and otherwise re
   over (or whose caller left); they are kept a short while only, in case the client uses its id again, and never
   passed on: an encoder would keep the connection open for three minutes.
 * CHOOSING to SENT: as long as the ``/encode`` call lasts; no time limit of its own.
-* SENT: the whole body is on the wire; now, and again after a change of encoder, registrations are replayed.
-  Not earlier: an encoder with ``--dp-size`` answers 404 to those it knows no ``/encode`` for.
+* SENT: the whole body is on the wire; now, and again after a change of encoder, registrations are replayed
+  (`delivery` says when exactly). Not earlier: an encoder with ``--dp-size`` answers 404 to those it knows no
+  ``/encode`` for.
 * ENCODED: answered, ``/send`` may follow (mooncake). DONE, FAILED: what is over, for stragglers.
 
 An encoder that has refused a part keeps the refusal for whoever registers there under its id. So before a part is
