@@ -393,6 +393,41 @@ def test_silence_makes_doubtful_and_long_silence_clears(desk):
     assert desk.wait(600) == [], "nobody asks a worker that is gone"
 
 
+def test_one_forged_message_of_a_later_life_does_not_silence_a_worker_for_good(desk):
+    """Its epoch became a past one, and the time stamp of the forgery kept its messages from ever counting as live."""
+    desk.ingest.plane_up()
+    desk.go_live(A)
+    true, desk.now = desk.now, 2.0**52
+    forged = desk.beat(0, epoch=2**64 - 1)
+    desk.now = true
+    desk.hear(forged)
+    for _ in range(60):
+        desk.hear(desk.beat(1, [A]))
+        for request in desk.wait(1):
+            desk.receive(*desk.parts(request, [A], 1))
+    assert desk.state() == "live"
+    assert desk.full_hit(A)
+
+
+def test_a_delta_that_never_existed_does_not_leave_a_worker_doubtful_for_good(desk):
+    desk.ingest.plane_up()
+    desk.go_live(A)
+    sequence, desk.sequence = desk.sequence, 2**63
+    forged = desk.beat(2**63)
+    desk.sequence = sequence
+    desk.hear(forged)
+    assert desk.state() == "doubtful"
+    for _ in range(10):
+        for request in desk.wait(1):
+            desk.receive(*desk.parts(request, [A], 1))
+        desk.hear(desk.beat(1, [A]))
+    assert desk.state() == "live"
+    assert desk.full_hit(A)
+    assert desk.counted("fullhit_events_rejected_total{cause=false_head}") == 1
+    desk.hear(desk.delta(2, [B]))
+    assert desk.full_hit(A, B)
+
+
 def test_slow_heartbeats_are_given_five_of_their_intervals(desk):
     desk.ingest.plane_up()
     desk.go_live(A)

@@ -62,6 +62,9 @@ class StreamSettings:
     """Times that publishers of one epoch may take turns within ``conflict_window`` before the worker id
     counts as claimed twice. One change of publisher is a restart; a return is not."""
     conflict_window: float = 30.0
+    head_denials: int = 3
+    """Heartbeats that agree with the entries and name a delta before the highest one heard of, after which that one
+    counts as never published. A late heartbeat may do so once; without an end the worker would stay doubtful."""
     conflict_margin: float = 2.0
     """A message of a past incarnation sent this much after the present one began speaks for two living
     workers, not for a slow network."""

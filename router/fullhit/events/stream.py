@@ -115,6 +115,7 @@ class WorkerStream:
         self._apart: dict[int, tuple[int | None, int]] = {}  # rule 7: publisher -> its position and head
         self._contradictions = 0
         self._contradicted_at = -math.inf
+        self._below_head = 0  # heartbeats that denied the head
 
     def __repr__(self) -> str:
         wish = self._resync
@@ -236,6 +237,7 @@ class WorkerStream:
         elif seq == self.applied and self.state in (State.LIVE, State.DOUBTFUL):
             # Entries cut short by a cap of the index are true but not all: there only the position speaks.
             if self._entries.truncated() or (keys == self._entries.key_count() and digest == self._entries.digest()):
+                self._doubt_head(seq)
                 self._step(Input.AGREES)
             else:
                 if "digest" not in self.doubts:
@@ -325,6 +327,8 @@ class WorkerStream:
             if silent >= self._gone_after() and self._who.epoch is not None:
                 self._note("warning", "worker_silent", seconds=round(silent, 1))
                 self._step(Input.GONE)
+                # Whoever speaks next is new. Else an impostor's one message could make the true incarnation a past one.
+                self._who.forget()
                 if self._resync is not None:
                     self._end_resync("abandoned")
                 self._interval = None
@@ -380,6 +384,19 @@ class WorkerStream:
         return min(times)
 
     # Judgements.
+
+    def _doubt_head(self, seq: int) -> None:
+        """The publisher says, again and again and truly otherwise, that ``seq`` is its last delta: a later one that was
+        named before does not exist."""
+        if seq >= self.head:
+            self._below_head = 0
+            return
+        self._below_head += 1
+        if self._below_head >= self._settings.head_denials:
+            self._below_head = 0
+            self.head = seq
+            self._drop_kept()
+            self._count("fullhit_events_rejected_total", cause="false_head")
 
     def _admit(self, origin: Origin, now: float) -> bool:
         """Whether the message speaks for the present incarnation; a new one is installed on the way."""
