@@ -30,6 +30,8 @@ def body_of(*items: object, **fields: object) -> bytes:
         (400, "mock encoder: cannot decode image", True),
         (400, "some other words of another release", True),
         (400, "", True),
+        (400, LOADING + "http://h/missing modality?Encoder request is not active: num_parts must be", True),
+        (400, "Bad request error: User-supplied hashes length 2 != grid count 1", False),
         (400, "missing or invalid req_id", False),
         (400, "missing or invalid modality", False),
         (400, "unsupported modality: SMELL", False),

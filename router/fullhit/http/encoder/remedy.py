@@ -4,12 +4,12 @@ With ``zmq_to_scheduler`` an encoder can push to those only that have registered
 registrations back until the media are decoded. An ``/encode`` that fails before that can be mended, and must be:
 SGLang 0.5.23 loses the language server over it. The part is sent again under a fresh id (see `parts`).
 
-| answer of the encoder              | remedy                                                                     |
-|------------------------------------|----------------------------------------------------------------------------|
-| 400 about the media, pictures only | a picture that says "unreadable image" for the one that failed; else for all |
-| 500, 504                           | another encoder; if that says 500 about the media too, like 400            |
-| 400 about anything else            | none: the caller has sent nonsense                                         |
-| connection lost                    | another encoder, also with several parts (`upstream`)                      |
+| answer of the encoder              | remedy                                                               |
+|------------------------------------|----------------------------------------------------------------------|
+| 400 about the media, pictures only | a picture that says "unreadable image" for the bad one, else for all |
+| 500, 504                           | another encoder; if that says 500 about the media too, like 400      |
+| 400 about anything else            | none: the caller has sent nonsense                                   |
+| connection lost                    | another encoder, also with several parts (`upstream`)                |
 
 Which picture it was is seldom said in so many words. In this order: the only one; those whose URL the message of
 the encoder quotes (SGLang's does); those that the look at the header finds; all of the part. So in a part with five
@@ -33,11 +33,13 @@ MAX_RESENDS: Final = 2
 """How often a part is sent again with other pictures: first those suspected, then all."""
 
 _NO_MEDIA_FAULT: Final = re.compile(
+    r"(Bad request error: )?("
     r"(missing|invalid|unsupported)\b.{0,20}\b(req_id|modality|mm_items|num_parts|part_idx|hashes)\b"
-    r"|^(num_parts|part_idx|hashes|mm_items) must be|^User-supplied hashes|is not active|receive_count",
+    r"|(num_parts|part_idx|hashes|mm_items) must be|User-supplied hashes|Encoder request is not active)",
     re.IGNORECASE,
 )
-"""400s about the call itself, in the words of SGLang's ``validate_encode_request`` and its like."""
+"""400s about the call itself, in the words of SGLang's ``validate_encode_request`` and its like. They must stand at
+the start of the message: further on it quotes URLs, which say what the client likes."""
 _MEDIA_FAULT: Final = re.compile(r"loading data|process mm items|(decode|load|open|identify|fetch)\w* image", re.I)
 _URL: Final = re.compile(r"(https?://)(?:[^\s/@]*@)?([^\s/?#:]+(?::\d+)?[^\s?#]*)\S*")
 _LONG: Final = re.compile(r"[A-Za-z0-9+/=_%-]{64,}")
@@ -55,7 +57,7 @@ def is_media_fault(status: int, message: str, info: EncodeInfo) -> bool:
         return False
     head = message[:2_000]
     if status == 400:
-        return info.num_parts is not None and info.part_idx is not None and not _NO_MEDIA_FAULT.search(head)
+        return info.num_parts is not None and info.part_idx is not None and not _NO_MEDIA_FAULT.match(head)
     return status == 500 and _MEDIA_FAULT.search(head) is not None
 
 
