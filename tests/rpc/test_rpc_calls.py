@@ -120,7 +120,7 @@ async def test_workers_are_excluded_by_name_or_number(house):
     house.add_ready(A, B)
     stub = house.stub()
     for name in (A, A.upper() + "/", str(worker_id_for(A))):
-        got = await stub.Select(pb.SelectRequest(exclude=[name, "9999"], dry_run=True))
+        got = await stub.Select(pb.SelectRequest(exclude=[name, "9999", "dynamo:18446744073709551615"], dry_run=True))
         assert got.worker.id == B
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -141,6 +142,37 @@ async def test_a_channel_closed_over_reading_streams_leaves_no_connection(house,
         await channel.close()
     await until(lambda: house.server.servicer.watchers == 0)
     await until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2, "the sockets are closed")
+
+
+async def test_streams_cancelled_in_mid_word_do_not_pile_up(house, until):
+    """Case E55, on a small scale: each stream is cancelled while a read and a write are under way."""
+    house.add_ready(A)
+    stub = house.stub()
+
+    async def one() -> None:
+        session, watch = stub.Session(), stub.WatchWorkers(pb.WatchWorkersRequest())
+        writing = asyncio.ensure_future(session.write(pb.SessionRequest(select=pb.SelectRequest())))
+        reading = [asyncio.ensure_future(call.read()) for call in (session, watch)]
+        await asyncio.wait({*reading}, timeout=0.002)
+        session.cancel()
+        watch.cancel()
+        writing.cancel()  # of itself it would wait for ever: nobody wakes a write whose call was cancelled before it
+        await asyncio.gather(writing, *reading, return_exceptions=True)
+
+    async def many() -> int:
+        for _ in range(10):
+            await asyncio.gather(*(one() for _ in range(15)))
+        servicer = house.server.servicer
+        await until(lambda: servicer.watchers == 0 and servicer.sessions == 0 and house.inflight() == 0)
+        gc.collect()
+        with open("/proc/self/statm") as file:  # noqa: ASYNC230 (memory, not a disk)
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    await many()
+    before = await many()
+    after = await many()
+    assert after - before < 8 << 20, f"{(after - before) / 1e6:.1f} MB more after 300 streams"
+    assert len(asyncio.all_tasks()) < 40
 
 
 async def test_a_leaving_router_ends_its_streams_with_unavailable(opening):

@@ -3,7 +3,7 @@
 from .leases import Lease, Leases, TooManyLeases
 from .media import Media, MediaError, read_media
 from .service import DecisionError, DecisionService, DecisionSettings, Released, SelectCall, Selected, keep_leases
-from .workers import WorkerRow, WorkersChange, WorkerWatch
+from .workers import WorkerFeed, WorkerRow, WorkersChange, WorkerWatch
 
 __all__ = [
     "DecisionError",
@@ -17,6 +17,7 @@ __all__ = [
     "SelectCall",
     "Selected",
     "TooManyLeases",
+    "WorkerFeed",
     "WorkerRow",
     "WorkerWatch",
     "WorkersChange",

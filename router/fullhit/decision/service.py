@@ -24,7 +24,7 @@ from fullhit.core.types import NoEligibleWorker, SelectRequest
 from fullhit.decision.dynamo_media import DynamoMedia, read_dynamo_media
 from fullhit.decision.leases import Lease, Leases, TooManyLeases
 from fullhit.decision.media import Media, MediaError, read_media
-from fullhit.decision.workers import WorkerRow, WorkerWatch, worker_rows
+from fullhit.decision.workers import WorkerFeed, WorkerRow, WorkerWatch, worker_rows
 from fullhit.fleet.registry import Fleet
 from fullhit.fleet.types import UnknownWorker
 from fullhit.telemetry.facade import Telemetry
@@ -125,8 +125,9 @@ class DecisionService:
         self.leases = Leases(self.settings.lease_seconds, self.settings.max_leases, clock=clock)
         self.telemetry = telemetry
         self.fleet = fleet
+        self.feed = WorkerFeed(self.workers, clock)
+        """What all watchers share; `touch` it when somebody came or went."""
         self._pools = pools
-        self._clock = clock
 
     # -- choosing
 
@@ -204,7 +205,7 @@ class DecisionService:
 
     def watch(self, pool: str = "") -> WorkerWatch:
         """Changes among the workers, from now on."""
-        return WorkerWatch(lambda: self.workers(pool))
+        return WorkerWatch(self.feed, pool)
 
     # -- within
 

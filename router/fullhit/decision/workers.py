@@ -14,7 +14,7 @@ from fullhit.core.pool import Pool
 from fullhit.fleet.member import Member
 from fullhit.fleet.registry import Fleet
 
-__all__ = ["WorkerRow", "WorkerWatch", "WorkersChange", "worker_rows"]
+__all__ = ["WorkerFeed", "WorkerRow", "WorkerWatch", "WorkersChange", "worker_rows"]
 
 
 class WorkerRow(NamedTuple):
@@ -84,20 +84,69 @@ def _row(pool: Pool, member: Member) -> WorkerRow:
     )
 
 
-class WorkerWatch:
-    """What one watcher was told, and what is news to it."""
+class WorkerFeed:
+    """The workers as they were looked at last, each with the number of the look that found it changed.
 
-    def __init__(self, look: Callable[[], list[WorkerRow]]) -> None:
+    Looking costs a few microseconds a worker, so all watchers share one: it is taken again when it is ``max_age``
+    seconds old, or when somebody knows that it is out of date (`touch`).
+    """
+
+    def __init__(self, look: Callable[[], list[WorkerRow]], clock: Callable[[], float], max_age: float = 0.1) -> None:
+        self.rows: dict[tuple[str, str], tuple[int, WorkerRow]] = {}
+        self.version = 0
+        """Grows with each look that found a change."""
         self._look = look
+        self._clock = clock
+        self._max_age = max_age
+        self._fresh_until = float("-inf")
+
+    def touch(self) -> None:
+        """Somebody came or went."""
+        self._fresh_until = float("-inf")
+
+    def refresh(self) -> None:
+        """Look, unless the last look will do."""
+        now = self._clock()
+        if now < self._fresh_until:
+            return
+        self._fresh_until = now + self._max_age
+        before, rows, version = self.rows, {}, self.version + 1
+        news = False
+        for row in self._look():
+            name = (row.pool, row.id)
+            known = before.get(name)
+            if known is not None and known[1].lasting() == row.lasting():
+                rows[name] = (known[0], row)
+            else:
+                rows[name] = (version, row)
+                news = True
+        if news or len(rows) < len(before):
+            self.version = version
+        self.rows = rows
+
+
+class WorkerWatch:
+    """What one watcher was told, and what is news to it. ``pool``: empty for all."""
+
+    def __init__(self, feed: WorkerFeed, pool: str = "") -> None:
+        self._feed = feed
+        self._pool = pool
+        self._seen = -1
         self._told: dict[tuple[str, str], WorkerRow] = {}
 
     def news(self) -> WorkersChange:
         """Changes since the last call; the first call gives all workers. Both lists are empty when nothing changed."""
-        now = {(row.pool, row.id): row for row in self._look()}
-        told = self._told
-        changed = [
-            row for name, row in now.items() if (known := told.get(name)) is None or known.lasting() != row.lasting()
-        ]
+        feed, seen, told = self._feed, self._seen, self._told
+        feed.refresh()
+        if feed.version == seen:
+            return WorkersChange([], [])
+        now: dict[tuple[str, str], WorkerRow] = {}
+        changed: list[WorkerRow] = []
+        for name, (version, row) in feed.rows.items():
+            if not self._pool or row.pool == self._pool:
+                now[name] = row
+                if version > seen:
+                    changed.append(row)
         gone = [row for name, row in told.items() if name not in now]
-        self._told = now
+        self._seen, self._told = feed.version, now
         return WorkersChange(changed, gone)

@@ -237,6 +237,7 @@ class RouterServicer:
 
     def _stirred(self, pool: str, worker: str) -> None:
         """Somebody came or went: watchers look at once, all in the same turn of the loop."""
+        self._service.feed.touch()
         self._stir.set()
         asyncio.get_running_loop().call_soon(self._stir.clear)
 
