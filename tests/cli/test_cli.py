@@ -287,7 +287,7 @@ def test_explain_of_an_unknown_decision_says_so(admin: Admin, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-", "2>/dev/full"])
-def test_serve_lives_without_standard_streams(closed: str, tmp_path: Path):
+def test_serve_lives_without_standard_streams(closed: str, tmp_path: Path) -> None:
     """Sockets took the free numbers, and libuv aborts when it closes a descriptor below 3."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
