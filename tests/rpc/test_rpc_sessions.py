@@ -140,11 +140,11 @@ async def test_a_leaving_router_ends_sessions_with_unavailable(opening):
 
 async def test_a_reader_that_stops_does_not_fill_the_memory(house, until):
     """Answers wait in the stream's window; beyond it the session reads no further."""
-    house.add_ready(A)
+    house.add_ready(*(f"http://127.0.0.1:{port}" for port in range(2001, 2031)))
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
     channel = grpc.aio.insecure_channel(house.target, options=options)
     session = router_pb2_grpc.RouterStub(channel).Session()
-    big = pb.SessionRequest(select=pb.SelectRequest(dry_run=True, candidates=16, request_id="x" * 250))
+    big = pb.SessionRequest(select=pb.SelectRequest(dry_run=True, candidates=16, keys=["k" * 500] * 20))
     written = 0
 
     async def pour() -> None:
@@ -157,7 +157,7 @@ async def test_a_reader_that_stops_does_not_fill_the_memory(house, until):
     last = -1
     while written != last:
         last = written
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
     assert 0 < written < 100_000, "the writer is held up"
     session.cancel()
     pouring.cancel()

@@ -139,14 +139,14 @@ class RouterServicer:
 
     # -- streams
 
-    async def Session(self, said: AsyncIterator[bytes], context: Context) -> None:
+    async def Session(self, _: AsyncIterator[bytes], context: Context) -> None:
         task, held = asyncio.current_task(), set[str]()
         assert task is not None
         self._sessions.add(task)
         try:
             if self._leaving.is_set():
                 raise DecisionError("leaving", "the router is leaving")
-            async for data in said:
+            while (data := await context.read()) is not grpc.aio.EOF:
                 await context.write(self._answer(data, held))
         except DecisionError as error:
             await _refuse(context, error.code, str(error))
