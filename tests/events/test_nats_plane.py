@@ -37,6 +37,15 @@ async def test_what_a_publisher_announces_becomes_a_full_hit_and_what_it_evicts_
     assert status.last_message_age < 30
 
 
+async def test_a_worker_that_does_not_publish_is_no_malformed_event(nats, make_router, eventually):
+    """The server answers a request nobody listens for with an empty message; it was counted as a broken envelope."""
+    router = await make_router(nats.url, request_timeout=0.2, backoff_base=0.05)
+    await eventually(lambda: router.plane.status().connected)
+    router.add()
+    await eventually(lambda: router.ingest.counters.get("fullhit_resyncs_total{cause=start,outcome=timeout}", 0) > 1)
+    assert not [name for name in router.ingest.counters if "rejected" in name]
+
+
 async def test_case_a5_a_router_that_starts_after_the_workers_is_warm_by_snapshot(
     nats, make_router, make_publisher, eventually
 ):

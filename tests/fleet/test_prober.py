@@ -215,6 +215,19 @@ async def test_stopping_cancels_probes_and_starting_again_works():
         await until(lambda: supervisor.outstanding == 1, "probing again")
 
 
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_stop_that_meets_a_wake_up_is_not_lost(turns: int):
+    """`wait_for` of Python 3.11 swallowed the cancellation; SIGTERM then hung for ever in a fleet with many probes."""
+    async with supervised() as (fleet, supervisor):
+        await asyncio.sleep(0.01)
+        fleet.wake()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await supervisor.stop()
+    assert health_tasks() == []
+
+
 async def test_the_supervisor_survives_a_prober_that_raises():
     async def broken(probe: Probe) -> ProbeResult:
         raise RuntimeError("bug")

@@ -246,7 +246,7 @@ class NatsLink:
             await self._handlers.on_event(message.subject, message.data)
 
     async def _take_snapshot(self, message: Any) -> None:
-        if self._open:
+        if self._open and not _is_no_responders(message):
             await self._handlers.on_snapshot(message.data)
 
     async def _on_closed(self) -> None:
@@ -277,6 +277,11 @@ def _new_client(*, must_encrypt: bool) -> Any:
             await super()._process_info(info, initial_connection)
 
     return EncryptedClient()
+
+
+def _is_no_responders(message: Any) -> bool:
+    """The server's own word that nobody listens where a request went: an encoder that publishes nothing, or not yet."""
+    return not message.data and (message.headers or {}).get("Status") == "503"
 
 
 def _abandon(future: asyncio.Future[Any]) -> None:

@@ -136,8 +136,10 @@ class HealthSupervisor:
                 pause = max(0.0, turn.wake_at - self._clock())
             except Exception:
                 self.failures += 1  # the supervisor of all workers must outlive any single mistake
+            # Not wait_for: that of Python 3.11 loses a cancellation which meets a wake-up, and `stop` waits for ever.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
 
     def _cancel_orphans(self) -> None:
         for task, probe in self._probes.items():
