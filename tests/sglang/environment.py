@@ -86,6 +86,8 @@ class Environment:
             "SGLANG_USE_CPU_ENGINE": "1",
             # Otherwise receivers announce the machine's first network address, whatever --host says.
             "SGLANG_HOST_IP": "127.0.0.1",
+            # Otherwise a chat whose client leaves ends this release after 4 s of waiting; see docs/behaviour.md.
+            "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "86400",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
