@@ -193,7 +193,7 @@ def explain_text(record: Mapping[str, Any]) -> str:
     tables: list[str] = []
     for name, value in record.items():
         title = name.replace("_", " ")
-        if name == "at" or value in (None, "", [], {}):
+        if value in (None, "", [], {}):
             continue
         if isinstance(value, list) and all(isinstance(row, dict) for row in value):
             names = list(value[0])

@@ -135,11 +135,11 @@ def load_config(
     tree: dict[str, Any] = _read_file(path) if path is not None else {}
     ratio_set = "ratio" in _table(tree, "pool", "default")
     for setting in SETTINGS:
-        value = environ.get(setting.env)
+        value, source = environ.get(setting.env), setting.env
         if flags is not None and flags.get(setting.key) is not None:
-            value = flags[setting.key]
+            value, source = flags[setting.key], setting.flag
         if value is not None and value != "":
-            _put(tree, setting.key, value)
+            _put(tree, setting.key, _number(setting.key, value, source))
             ratio_set = ratio_set or setting.key == "pool.default.ratio"
     _merge_urls(tree, environ.get(ENCODER_URLS_ENV, "").replace(",", " ").split())
     _merge_urls(tree, encoder_urls)
@@ -174,6 +174,20 @@ def effective(config: Config) -> dict[str, Any]:
         for name in ("nats_url", "discovery") if pool["dynamo"] else ():
             pool["dynamo"][name] = re.sub(r"//[^@/,]*@", "//***@", pool["dynamo"][name])
     return data
+
+
+def _number(key: str, value: str, source: str) -> object:
+    """The value of a flag or variable; where its setting is a number, that number. Raises `ConfigError` naming both."""
+    *tables, name = key.split(".")
+    annotations = {"server": ServerConfig.__annotations__, "pool": PoolConfig.__annotations__}.get(tables[0], {})
+    kind = annotations.get(name)
+    if kind not in ("int", "float"):
+        return value
+    try:
+        return int(value) if kind == "int" else float(value)
+    except (ValueError, TypeError):
+        wanted = "a whole number" if kind == "int" else "a number"
+        raise ConfigError(f"{source} needs {wanted}, got {value!r}", key) from None
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:

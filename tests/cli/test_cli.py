@@ -24,7 +24,7 @@ WORKER = {
     "inflight_requests": 2, "encoding_requests": 1, "keys": 7, "doubtful": False, "publishing": True,
 }  # fmt: skip
 RECORD = {
-    "id": 5, "reason": "full_hit", "request_id": "r1", "at": 3.5,
+    "id": 5, "reason": "full_hit", "request_id": "r1", "at": "2026-01-02T03:04:05.678+00:00",
     "inputs": {"keys": ["k1", "k2"], "exclude": [], "dry_run": False}, "groups": [], "ineligible_holders": [],
     "candidates": [{"id": "http://127.0.0.1:30000", "inflight": 2, "keys_held": 1, "chosen": True, "allowed": None}],
     "outcome": {"code": 200, "req_id": "sg-1"},
@@ -33,6 +33,7 @@ EXPLAINED = """\
 id:          5
 reason:      full_hit
 request id:  r1
+at:          2026-01-02T03:04:05.678+00:00
 inputs:      keys k1 k2, dry run no
 outcome:     code 200, req id sg-1
 

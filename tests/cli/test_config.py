@@ -41,6 +41,20 @@ def test_numbers_from_flags_and_environment_are_converted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("environ", "flags", "source"),
+    [
+        ({"FULLHIT_RATIO": "abc"}, {}, "FULLHIT_RATIO needs a whole number, got 'abc'"),
+        ({}, {"pool.default.ratio": "2.5"}, "--ratio needs a whole number"),
+        ({}, {"server.max_body_bytes": "1G"}, "--max-body-bytes needs a whole number"),
+        ({}, {"server.drain_timeout": "soon"}, "--drain-timeout needs a number"),
+    ],
+)
+def test_a_wrong_flag_or_variable_is_named_itself(environ: dict[str, str], flags: dict[str, str], source: str) -> None:
+    with pytest.raises(ConfigError, match=source):
+        load_config(environ=environ, flags=flags)
+
+
+@pytest.mark.parametrize(
     ("text", "key"),
     [
         ("[server]\nlistn = 1\n", "server"),

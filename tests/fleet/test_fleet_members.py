@@ -208,6 +208,17 @@ def test_what_an_operator_removed_does_not_come_back_by_its_heartbeats(world):
     assert world.fleet.urls() == [A]
 
 
+def test_an_encoder_that_took_its_leave_is_not_brought_back_by_its_last_heartbeats(world):
+    world.fleet.register_url(A)
+    assert world.fleet.unregister_url(A)
+    assert world.fleet.discover("default", beat(A)) is None
+    world.fleet.register_url(A)
+    assert world.fleet.urls() == [A]
+    assert world.fleet.unregister_url(A)
+    world.clock.now += 31
+    assert world.fleet.discover("default", beat(A)) is not None, "it went on publishing: it is there after all"
+
+
 def test_dead_workers_are_forgotten_unless_an_operator_named_them(make_world):
     world = make_world(forget_after=600)
     for url in (A, B, C):

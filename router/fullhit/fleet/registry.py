@@ -238,7 +238,7 @@ class Fleet(Roster):
             self._down(member, "stuck", now)
             self._settle(member, now)
         if member.remove_at is not None and (not inflight or now >= member.remove_at):
-            self._drop(member, "drained" if not inflight else "drain time over", ban=True)
+            self._drop(member, "drained" if not inflight else "drain time over", ban=float("inf"))
             return
         if member.source.lasting or member.leased:
             return

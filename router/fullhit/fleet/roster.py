@@ -22,6 +22,8 @@ __all__ = ["Roster"]
 
 MAX_BANNED = 10_000
 """Removed workers whose heartbeats are ignored; the oldest is forgotten first."""
+LEAVE_SECONDS = 30.0
+"""How long the heartbeats of a worker that took its leave are ignored: its publisher stops after it has said so."""
 REFUSAL_SECONDS = 300.0
 
 
@@ -49,7 +51,7 @@ class Roster:
         self._held: dict[str, Member] = {}
         self._usable: dict[str, int] = {}
         self._alive: dict[str, int] = {}
-        self._banned: dict[str, None] = {}
+        self._banned: dict[str, float] = {}
         self._next_sweep = float("-inf")
         self._ages: Mapping[str, float] = {}
         self._refused_at: dict[str, float] = {}
@@ -156,7 +158,7 @@ class Roster:
         if not self.settings.discover or not url or pool not in self._pools:
             return None
         try:
-            if normalize_url(url) in self._banned:
+            if self._clock() < self._banned.get(normalize_url(url), float("-inf")):
                 return None
             return self.add(url, source=Source.DISCOVERED, pool=pool, device=heartbeat.device)
         except ValueError as error:
@@ -218,7 +220,7 @@ class Roster:
             self.drain(id)
             self.wake()
             return True
-        self._drop(member, cause, ban=True)
+        self._drop(member, cause, ban=float("inf"))
         return True
 
     def drain(self, id: str) -> None:
@@ -285,15 +287,17 @@ class Roster:
             cause=(member.down or f"breaker open after {member.last_failure_kind}") if bad else None,
         )
 
-    def _drop(self, member: Member, cause: str, *, ban: bool = False) -> None:
+    def _drop(self, member: Member, cause: str, *, ban: float = 0.0) -> None:
+        """Take a member out. For ``ban`` seconds its heartbeats do not bring it back; being named again does."""
         cut = self._inflight(member)
         member.gone = True
         self._members.pop(member.id, None)
         self._held.pop(member.id, None)
         self._tally(member, alive=False, usable=False)
         self._pools[member.pool].remove_worker(member.id)
-        if ban:  # an operator took it out; its heartbeats must not bring it back
-            self._banned[member.id] = None
+        if ban:
+            self._banned.pop(member.id, None)
+            self._banned[member.id] = self._clock() + ban
             if len(self._banned) > MAX_BANNED:
                 del self._banned[next(iter(self._banned))]
         member.shown = State.GONE
@@ -354,7 +358,7 @@ class Roster:
         if member.source.lasting:
             self._tell("unregister_refused", "warning", worker=id, source=str(member.source))
             return False
-        self._drop(member, "unregistered")
+        self._drop(member, "unregistered", ban=LEAVE_SECONDS)
         return True
 
     def _urls(self, pool: str) -> list[str]:

@@ -19,6 +19,7 @@ from fullhit.core.types import Reason
 from fullhit.decision.service import DecisionError, SelectCall, Selected, keep_leases
 from fullhit.http.admin_base import CONTEXT, AdminError, json_reply, read_json
 from fullhit.http.admin_types import ReleaseBody, SelectBody
+from fullhit.telemetry.facade import Telemetry
 from fullhit_publisher.identity import worker_id_for
 
 __all__ = ["add_select_routes"]
@@ -55,14 +56,14 @@ async def _select(request: web.Request) -> web.Response:
         selected = service.select(call)
     except DecisionError as error:
         raise _refusal(error) from None
-    return json_reply(_selected(selected))
+    return json_reply(_selected(selected, request.app[CONTEXT].telemetry))
 
 
 def _text(body: msgspec.Raw | msgspec.UnsetType) -> bytes | None:
     return None if isinstance(body, msgspec.UnsetType) else bytes(body)
 
 
-def _selected(selected: Selected) -> dict[str, Any]:
+def _selected(selected: Selected, telemetry: Telemetry) -> dict[str, Any]:
     decision, lease = selected.decision, selected.lease
     worker = decision.worker
     return {
@@ -80,7 +81,7 @@ def _selected(selected: Selected) -> dict[str, Any]:
         "lease_id": None if lease is None else lease.id,
         "lease_seconds": None if lease is None else selected.seconds,
         "repeated_call": selected.repeated,
-        "decision": decision.record(),
+        "decision": telemetry.account(decision),
     }
 
 

@@ -10,8 +10,10 @@ is kept beside the decision and shown by ``GET /decisions``.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from itertools import chain
 from typing import Any, Literal
 
@@ -43,6 +45,8 @@ class Telemetry:
         *,
         decisions: DecisionLines = "all",
         kept: int = 1000,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         if decisions not in ("all", "errors", "off"):
             raise ValueError(f"decisions is {decisions!r}; use all, errors or off")
@@ -50,6 +54,8 @@ class Telemetry:
         self.log = log
         self._decisions = decisions
         self._kept = kept
+        self._clock = clock
+        self._wall = wall
         self._logs: dict[str, DecisionLog] = {}
         self._outcomes: OrderedDict[tuple[str, int], dict[str, object]] = OrderedDict()
         # Bound once: these are called for every request.
@@ -132,8 +138,13 @@ class Telemetry:
         """A worker is gone: its series go too. Fits `Fleet.on_removed`."""
         self.metrics.forget_worker(worker)
 
+    def account(self, decision: Decision) -> dict[str, Any]:
+        """The decision's record for people and other programs: ``at`` as UTC time, not as seconds of our clock."""
+        at = datetime.fromtimestamp(self._wall() - (self._clock() - decision.at), UTC)
+        return {**decision.record(), "at": at.isoformat(timespec="milliseconds")}
+
     def _record(self, pool: str, decision: Decision) -> dict[str, Any]:
-        return {**decision.record(), "outcome": dict(self._outcomes.get((pool, decision.id), {}))}
+        return {**self.account(decision), "outcome": dict(self._outcomes.get((pool, decision.id), {}))}
 
     def _log_of(self, pool: str) -> DecisionLog:
         log = self._logs.get(pool)
