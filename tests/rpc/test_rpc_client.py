@@ -7,6 +7,7 @@ import itertools
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fullhit.client import AsyncClient, Client, ClientOptions, NoWorker, Refused, Unreachable
+from fullhit.decision import DecisionError
 from fullhit.rpc.settings import RpcSettings
 from fullhit_publisher.identity import worker_id_for
 from fullhit_publisher.keys import item_key, key_text
@@ -148,10 +150,10 @@ async def test_waiting_for_a_worker(house, connect, door):
     assert (await asking).url == A
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [*DOORS, "session"])
 async def test_a_cancelled_choice_holds_nothing(house, until, door):
     house.add_ready(A)
-    client = AsyncClient(address(house, door))
+    client = AsyncClient(address(house, door), options=ClientOptions(session=door == "session"))
     for steps in range(0, 120, 3):
         task = asyncio.ensure_future(client.select(lease_seconds=3000))
         for _ in range(steps):
@@ -164,6 +166,58 @@ async def test_a_cancelled_choice_holds_nothing(house, until, door):
             pass
     await client.close()
     await until(lambda: house.inflight() == 0, "all slots are back")
+
+
+async def test_a_session_asks_for_many_at_once(house):
+    house.add_ready(A, B)
+    async with AsyncClient(address(house, "grpc"), options=ClientOptions(session=True)) as client:
+        choices = await asyncio.gather(*(client.select(items=[URL], request_id=f"r{n}") for n in range(100)))
+        assert [choice.selection.request_id for choice in choices] == [f"r{n}" for n in range(100)]
+        assert house.inflight() == 100 and house.server.servicer.sessions == 1
+        with pytest.raises(NoWorker):
+            await client.select(exclude=[A, B])
+        with pytest.raises(Refused):
+            await client.select(pool="nowhere")
+        assert all(await asyncio.gather(*(choice.release() for choice in choices[:50])))
+        assert house.inflight() == 50
+
+
+async def test_the_slots_of_a_session_end_with_its_client(house, until):
+    house.add_ready(A)
+    client = AsyncClient(address(house, "grpc"), options=ClientOptions(session=True))
+    await client.select()
+    await client.close()
+    await until(lambda: house.inflight() == 0 and house.server.servicer.sessions == 0)
+
+
+async def test_a_session_that_breaks_is_opened_anew(house, monkeypatch):
+    house.add_ready(A)
+    servicer = house.server.servicer
+    whole = servicer._answer
+
+    def broken(data: bytes, held: set[str]) -> Any:
+        monkeypatch.setattr(servicer, "_answer", whole)
+        raise DecisionError("leaving", "the router is leaving")
+
+    async with AsyncClient(address(house, "grpc"), options=ClientOptions(session=True)) as client:
+        await client.select()
+        monkeypatch.setattr(servicer, "_answer", broken)
+        assert (await client.select()).url == A
+        assert servicer.sessions == 1 and house.inflight() == 1, "what the first one held ended with it"
+
+
+async def test_a_session_needs_the_key_too(opening):
+    async with opening(rpc=RpcSettings(key="sesame")) as house:
+        house.add_ready(A)
+        for key, allowed in (("sesame", True), ("wrong", False)):
+            client = AsyncClient(address(house, "grpc"), key, ClientOptions(session=True, timeout=5))
+            if allowed:
+                assert (await client.select()).url == A
+            else:
+                with pytest.raises(Refused) as refused:
+                    await client.select()
+                assert refused.value.code == "unauthorized"
+            await client.close()
 
 
 class Faulty:
@@ -187,10 +241,10 @@ class Faulty:
         return call
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [*DOORS, "session"])
 async def test_answers_that_are_lost_cost_no_slot(house, door):
     house.add_ready(A, B)
-    client = AsyncClient(address(house, door), options=QUICK)
+    client = AsyncClient(address(house, door), options=replace(QUICK, session=door == "session"))
     client._door = Faulty(client._door, losses=2)
     choice = await client.select(items=[URL])
     assert choice.selection.repeated_call and client._door.asked == 3

@@ -46,4 +46,6 @@ class Refused(ClientError):
 
 def error_for(code: str, message: str) -> ClientError:
     """The error that belongs to a code of the router."""
+    if code == "leaving":
+        return Unreachable(message)  # this router is stopping; the next one at this address may answer
     return NoWorker(code, message) if code in _NO_WORKER else Refused(code, message)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -78,12 +79,18 @@ class AsyncGrpcDoor:
             self._channel = grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
         self._stub = router_pb2_grpc.RouterStub(self._channel)  # type: ignore[no-untyped-call]
         self._metadata = _metadata(key)
+        self._in_session = options.session
+        self._session: _Session | None = None
 
     async def select(self, question: Question, timeout: float) -> Selection:
+        if self._in_session:
+            return _selection((await self._ask(timeout, select=_request(question))).selected)
         return _selection(await self._call(self._stub.Select, _request(question), timeout))
 
     async def release(self, lease_id: str, request_id: str, pool: str, timeout: float) -> bool:
         request = pb.ReleaseRequest(lease_id=lease_id, request_id=request_id, pool=pool)
+        if self._in_session:
+            return bool((await self._ask(timeout, release=request)).released.released)
         return bool((await self._call(self._stub.Release, request, timeout)).released)
 
     async def explain(self, decision_id: int, request_id: str, pool: str, timeout: float) -> Explanation:
@@ -94,7 +101,24 @@ class AsyncGrpcDoor:
         return _workers(await self._call(self._stub.ListWorkers, pb.ListWorkersRequest(pool=pool), timeout))
 
     async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
         await self._channel.close()
+
+    async def _ask(self, timeout: float, **question: Any) -> pb.SessionReply:
+        session = self._session
+        if session is None or session.error is not None:
+            if session is not None:
+                await session.close()
+            session = self._session = _Session(self._stub.Session(metadata=self._metadata))
+        try:
+            async with asyncio.timeout(timeout):
+                reply = await session.ask(pb.SessionRequest(**question))
+        except TimeoutError:
+            raise Unreachable(f"no answer within {timeout:.3g} s") from None
+        if reply.WhichOneof("answer") == "refusal":
+            raise error_for(reply.refusal.code, reply.refusal.message)
+        return reply
 
     async def _call(self, method: Any, request: Any, timeout: float) -> Any:
         call = method(request, timeout=timeout, metadata=self._metadata)
@@ -108,6 +132,75 @@ class AsyncGrpcDoor:
             raise
         finally:
             call.cancel()  # a call that is left alone is never collected (grpc/grpc#43462)
+
+
+class _Session:
+    """One stream of questions. Answers come in the order of the questions; when it fails, all that wait fail."""
+
+    def __init__(self, call: Any) -> None:
+        self.error: ClientError | None = None
+        self._call = call
+        self._waiting: deque[asyncio.Future[pb.SessionReply]] = deque()
+        self._turn = asyncio.Lock()  # one write at a time, and the answers' order is the writes'
+        self._reader = asyncio.create_task(self._read(), name="fullhit-client-session")
+
+    async def ask(self, request: pb.SessionRequest) -> pb.SessionReply:
+        """Raises `ClientError` when the stream ends first."""
+        answer: asyncio.Future[pb.SessionReply] = asyncio.get_running_loop().create_future()
+        async with self._turn:
+            if self.error is not None:
+                raise self.error
+            self._waiting.append(answer)
+            writing = asyncio.ensure_future(self._call.write(request))
+            try:
+                # A write never wakes up when its call ends meanwhile; then the reader ends the wait for the answer.
+                await asyncio.wait({writing, answer}, return_when=asyncio.FIRST_COMPLETED)
+                if self.error is None and not writing.done():
+                    await asyncio.wait({writing})
+            except asyncio.CancelledError:
+                # Whether it went out is unknown, and so is whose the next answer is.
+                self._fail(Unreachable("the session was given up"))
+                answer.cancel()
+                raise
+            finally:
+                writing.cancel()
+                writing.add_done_callback(_looked_at)
+        return await answer
+
+    async def close(self) -> None:
+        self._fail(Unreachable("the client was closed"))
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        try:
+            while (reply := await self._call.read()) is not grpc.aio.EOF:
+                answer = self._waiting.popleft()
+                if not answer.done():
+                    answer.set_result(reply)
+            self._fail(Unreachable("the router has ended the session"))
+        except grpc.RpcError as error:
+            self._fail(_failure(error))
+        except asyncio.CancelledError:
+            self._fail(Unreachable("the session was cancelled"))
+            raise
+        except IndexError:
+            self._fail(Unreachable("an answer that nobody asked for"))
+
+    def _fail(self, error: ClientError) -> None:
+        self.error = self.error or error
+        self._call.cancel()
+        for answer in self._waiting:
+            if not answer.done():
+                answer.set_exception(self.error)
+                answer.exception()  # an asker that has left does not fetch it
+        self._waiting.clear()
+
+
+def _looked_at(writing: asyncio.Future[None]) -> None:
+    """Why a write failed is for the reader to tell."""
+    if not writing.cancelled():
+        writing.exception()
 
 
 def _cancelling() -> bool:

@@ -29,7 +29,8 @@ class ClientOptions:
 
     ``attempts``: how often a call is sent at most. `select` and `release` may be repeated because a repeated request
     id takes no second slot. ``wait_for_worker``: whether `select` also asks again while all workers are busy or down.
-    ``ca``, ``certificate``, ``private_key``: PEM files for TLS.
+    ``session``: the asynchronous client over gRPC asks on one stream, which is cheaper by far; the slots it holds then
+    end with its connection. ``ca``, ``certificate``, ``private_key``: PEM files for TLS.
     """
 
     timeout: float = 5.0
@@ -37,6 +38,7 @@ class ClientOptions:
     first_pause: float = 0.05
     longest_pause: float = 1.0
     wait_for_worker: bool = False
+    session: bool = False
     ca: str = ""
     certificate: str = ""
     private_key: str = ""
