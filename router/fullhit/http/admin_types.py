@@ -90,12 +90,12 @@ class Inputs(msgspec.Struct):
 
 
 class Decision(msgspec.Struct):
-    """Why a worker was chosen. ``outcome``: what became of the request, where this router saw it."""
+    """Why a worker was chosen. ``at``: UTC. ``outcome``: what became of the request, where this router saw it."""
 
     id: int
     pool: str
     request_id: str
-    at: float
+    at: str
     worker: str
     reason: ReasonName
     policy: str
