@@ -36,5 +36,8 @@ proto: $(STAMP)  ## generate the gRPC stubs in router/fullhit/rpc/v1 from proto/
 sglang: $(STAMP)  ## end to end with unmodified SGLang on the CPU (builds and caches its own environment)
 	$(BIN)/python -m tests.sglang $(ARGS)
 
+conformance: $(STAMP)  ## real NVIDIA Dynamo publishers of three releases against the router (builds and caches its own)
+	$(BIN)/python -m tests.conformance $(ARGS)
+
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
