@@ -85,3 +85,17 @@ async def test_parts_of_several_fail_visibly_or_succeed_but_never_twice_at_one_e
         ids = [seen.json["req_id"] for seen in encoder.calls("/encode")]
         assert len(ids) == len(set(ids))
     await house.at_rest()
+
+
+async def test_a_router_listed_as_its_own_encoder_takes_another_one_instead_of_4096_connections(house: Any) -> None:
+    """Its /health answers like an encoder's, so it was ready, and one request went round until connections ran out."""
+    own = f"http://127.0.0.1:{house.port}"
+    house.fleet.add(own)
+    encoder = await house.encoder("zmq_to_tokenizer")
+    for _ in range(4):
+        assert (await house.call("/encode", house.body(embedding_port=1))).status == 200
+    assert len(encoder.calls("/encode")) == 4
+    assert house.telemetry.counters["rejected:loop"] >= 1
+    assert len(house.listener.connections) < 16
+    house.pool.remove_worker(own)
+    await house.at_rest()

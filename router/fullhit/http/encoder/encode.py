@@ -12,6 +12,7 @@ encoder goes on encoding, so the call stays open and its slot taken until the en
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -54,6 +55,7 @@ class EncodeRoute:
         self._clock = shared.clock
         self._on_part = on_part
         self._loop = asyncio.get_running_loop()
+        self._mark = secrets.token_hex(8).encode()  # travels with what is forwarded: a loop is known by it
         self._lives: dict[Part, LivePart] = {}
         self.room = WaitingRoom(shared.pool, settings.queue_max, settings.queue_max_bytes, telemetry.observe_select)
         self.in_flight = InFlight(shared.clock)
@@ -73,6 +75,11 @@ class EncodeRoute:
         """Serve one call. Raises Refusal."""
         started = self._clock()
         request_id, given = request_id_of(request)
+        if any(value == self._mark and name.lower() == b"x-fullhit-via" for name, value in request.headers):
+            # 503, so that whoever forwarded it here (this router) takes another encoder.
+            self._telemetry.count("rejected", cause="loop")
+            why = "this router is listed as its own encoder, itself or through others; remove that worker"
+            raise Refusal(503, why, "loop", retry_after=1)
         inspect = None if self._settings.bad_image == "pass" else inspect_image
         try:
             info = parse_encode(request.body, inspect)
@@ -84,6 +91,7 @@ class EncodeRoute:
         headers = [h for h in end_to_end(request.headers) if h[0].lower() != b"host"]
         if not given:
             headers.append((b"x-request-id", request_id))
+        headers.append((b"x-fullhit-via", self._mark))
         part = self._table.open_encode(alias, info.req_id, info.prefill_host, peer)
         live = self._lives.get(part)
         if live is None:
