@@ -306,6 +306,8 @@ def _check(config: Config) -> None:
                                            "follow_timeout", "max_lost", "max_parts", "upstream_idle_timeout",
                                            "upstream_max_connections"))  # fmt: skip
     _positive(config.health, "health", ("interval", "timeout", "misses", "stuck_after", "forget_after"))
+    if not config.health.path.startswith("/") or not config.health.path.isprintable() or " " in config.health.path:
+        raise ConfigError("must be a path such as /health", "health.path")
     _one_of(config.log.level, ("debug", "info", "warning", "error"), "log.level")
     _one_of(config.log.format, ("auto", "json", "text"), "log.format")
     _one_of(config.log.decisions, ("all", "errors", "off"), "log.decisions")
@@ -399,6 +401,8 @@ def _check_pool(name: str, pool: PoolConfig) -> None:
     _positive(pool, key, ("predicted_capacity_bytes", "max_keys", "max_keys_per_worker", "max_workers"))
     if pool.max_workers > MAX_WORKERS:
         raise ConfigError(f"must be at most {MAX_WORKERS}", f"{key}.max_workers")
+    if len(pool.workers) > pool.max_workers:
+        raise ConfigError(f"{len(pool.workers)} workers, but max_workers is {pool.max_workers}", f"{key}.workers")
     seen: set[str] = set()
     for place, worker in enumerate(pool.workers):
         entry = WorkerConfig(url=worker) if isinstance(worker, str) else worker

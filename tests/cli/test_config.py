@@ -159,3 +159,18 @@ def test_no_value_of_any_type_escapes_as_another_exception(key: str, name: str, 
         load_config(environ={}, flags={f"{key}.{name}": value})  # type: ignore[dict-item]
     except ConfigError:
         pass
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('[pool.default]\nmax_workers = 1\nworkers = ["http://a:1", "http://b:1"]', "pool.default.workers"),
+        ('[health]\npath = "health"', "health.path"),
+        ('[health]\npath = "/h\\r\\nX: y"', "health.path"),
+    ],
+)
+def test_what_serve_would_fail_over_is_refused_by_check_config(text: str, key: str, tmp_path: Path) -> None:
+    file = tmp_path / "fullhit.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"^{key}:"):
+        load_config(file, environ={})
