@@ -63,13 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit code."""
     _open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(arguments)
-    args = parser.parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] | None = getattr(args, "run", None)
-    if run is None:
-        parser.print_help()
-        return USER_ERROR
     try:
+        parser = _parser(arguments)
+        args = parser.parse_args(arguments)
+        run: Callable[[argparse.Namespace], int] | None = getattr(args, "run", None)
+        if run is None:
+            parser.print_help()
+            return USER_ERROR
         return run(args)
     except ConfigError as error:
         return _fail(f"configuration: {error}")

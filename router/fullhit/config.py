@@ -258,8 +258,10 @@ def _ratio_from_dynamo(config: Config, environ: Mapping[str, str], warn: list[st
 
 def _check(config: Config) -> None:
     server = config.server
-    parse_address(server.listen, "server.listen")
+    data = parse_address(server.listen, "server.listen")
     admin = parse_address(server.admin_listen, "server.admin_listen")
+    if data == admin and data.port != 0:
+        raise ConfigError(f"{admin} is the address of server.listen; give it a port of its own", "server.admin_listen")
     if server.admin_key_file:
         server.admin_key = _key_from(server.admin_key_file, "server.admin_key_file")
     if server.grpc_key_file:
@@ -282,8 +284,9 @@ def _check(config: Config) -> None:
     _check_events(config.events)
     if not config.pool:
         raise ConfigError("at least one pool is needed", "pool")
+    homes: dict[str, str] = {}
     for name, pool in config.pool.items():
-        _check_pool(name, pool)
+        _check_pool(name, pool, homes)
         if pool.dynamo is not None:
             _check_dynamo(pool.dynamo, f"pool.{name}.dynamo", config.events.plane)
     gateway = config.encoder_gateway
@@ -379,7 +382,8 @@ def _check_dynamo(dynamo: DynamoConfig, key: str, plane: str) -> None:
     _positive(dynamo, key, ("lease",))
 
 
-def _check_pool(name: str, pool: PoolConfig) -> None:
+def _check_pool(name: str, pool: PoolConfig, homes: dict[str, str]) -> None:
+    """``homes``: worker URL -> the pool that has it, over all pools seen so far."""
     key = f"pool.{name}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
         raise ConfigError("a pool's name has 1 to 64 letters, digits, _ . or -", key)
@@ -403,7 +407,6 @@ def _check_pool(name: str, pool: PoolConfig) -> None:
         raise ConfigError(f"must be at most {MAX_WORKERS}", f"{key}.max_workers")
     if len(pool.workers) > pool.max_workers:
         raise ConfigError(f"{len(pool.workers)} workers, but max_workers is {pool.max_workers}", f"{key}.workers")
-    seen: set[str] = set()
     for place, worker in enumerate(pool.workers):
         entry = WorkerConfig(url=worker) if isinstance(worker, str) else worker
         where = f"{key}.workers.{place}"
@@ -413,9 +416,9 @@ def _check_pool(name: str, pool: PoolConfig) -> None:
             raise ConfigError(str(error), where) from None
         if not 0 < entry.weight < 1e6:
             raise ConfigError("must be above 0", f"{where}.weight")
-        if entry.url in seen:
-            raise ConfigError(f"{entry.url} is listed twice", where)
-        seen.add(entry.url)
+        home = homes.setdefault(entry.url, f"{name}.{place}")
+        if home != f"{name}.{place}":
+            raise ConfigError(f"{entry.url} is listed twice; the other place is pool.{home}", where)
         pool.workers[place] = entry
 
 

@@ -64,6 +64,8 @@ def test_a_wrong_flag_or_variable_is_named_itself(environ: dict[str, str], flags
         ("[pool.default.full_hit]\nprefer = 'tpu'\n", "pool.default.full_hit.prefer"),
         ("[pool.default]\nworkers = ['ftp://x']\n", "pool.default.workers.0"),
         ("[pool.default]\nworkers = ['http://a:1', 'http://A:1/']\n", "pool.default.workers.1"),
+        ("[pool.default]\nworkers = ['http://a:1']\n[pool.x]\nworkers = ['http://a:1']\n", "pool.x.workers.0"),
+        ("[server]\nlisten = '127.0.0.1:1'\nadmin_listen = '127.0.0.1:1'\n", "server.admin_listen"),
         ("[server]\nlisten = '8780'\n", "server.listen"),
         ("[server]\nlisten = 'localhost:99999'\n", "server.listen"),
         ("[server]\nadmin_listen = '0.0.0.0:8781'\n", "server.admin_listen"),

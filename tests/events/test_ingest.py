@@ -189,6 +189,16 @@ def test_a_doubt_does_not_wait_behind_a_delta_that_is_half_applied(desk):
     assert desk.full_hit(A)
 
 
+def test_a_worker_that_came_back_is_in_doubt_until_its_heartbeat_agrees(desk):
+    desk.ingest.plane_up()
+    desk.go_live(A)
+    assert desk.full_hit(A)
+    desk.ingest.worker_returned("default", URL)
+    assert not desk.full_hit(A)
+    desk.hear(desk.beat(1, [A]))
+    assert desk.full_hit(A)
+
+
 def test_large_messages_of_several_workers_take_turns(desk):
     desk.go_live(A)
     desk.go_live(B, url=OTHER)

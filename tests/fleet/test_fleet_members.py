@@ -208,6 +208,22 @@ def test_what_an_operator_removed_does_not_come_back_by_its_heartbeats(world):
     assert world.fleet.urls() == [A]
 
 
+def test_an_encoder_that_registers_again_may_be_a_new_process_with_an_empty_cache(world):
+    key = b"k" * 16
+    returned = []
+    world.fleet.on_returned.append(lambda pool, worker: returned.append((pool, worker)))
+    world.fleet.register_url(A)
+    assert returned == []
+    world.pool.record_encoded(A, [(key, 100)])
+    assert world.pool.holds(A, key)
+    world.fleet.register_url(A)
+    assert not world.pool.holds(A, key), "what was predicted of the old process is not believed of the new one"
+    world.pool.apply_delta(A, [key], [])
+    world.fleet.register_url(A)
+    assert world.pool.holds(A, key), "a publisher says itself what it holds; until then it is in doubt"
+    assert returned == [("default", A)] * 2
+
+
 def test_an_encoder_that_took_its_leave_is_not_brought_back_by_its_last_heartbeats(world):
     world.fleet.register_url(A)
     assert world.fleet.unregister_url(A)

@@ -217,6 +217,12 @@ class Ingest:
         for lane in self._lanes_of(dynamo_pool):
             self._carry_out(lane, lane.stream.loss(cause, now))
 
+    def worker_returned(self, pool: str, worker_id: str) -> None:
+        """The worker may be a new process: in doubt until its next heartbeat agrees."""
+        lane = self._lanes.get((pool, worker_id_for(worker_id)))
+        if lane is not None:
+            self._carry_out(lane, lane.stream.loss("registered_again", self._clock()))
+
     def plane_lost(self) -> None:
         """No broker any more. Entries stay trusted for ``plane_grace``."""
         if not self._plane_up:

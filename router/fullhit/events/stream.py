@@ -53,6 +53,8 @@ _DISPROVED_BY_NEXT = frozenset(("plane", "silence", "age"))
 # Doubts that may well be unfounded: worth waiting for a heartbeat before a million keys are asked for.
 _WORTH_A_HEARTBEAT = frozenset(("plane", "silence", "slow_consumer"))
 _DEFAULT_INTERVAL = 1.0
+_LONGEST_INTERVAL = 60.0
+"""Seconds; a publisher that promises less often is taken at this, or its silence would never be noticed."""
 # Keys of one message that are compared with what is held already.
 _COMPARED = 64
 
@@ -221,7 +223,7 @@ class WorkerStream:
             self._restart(origin, "regress")
         self._who.heard(seq)
         self._last_heard = now
-        self._interval = interval if interval > 0 else None
+        self._interval = min(interval, _LONGEST_INTERVAL) if interval > 0 else None
         if self._resync is not None:
             self._resync.heard_since = True
         self.head = max(self.head, seq)

@@ -59,6 +59,8 @@ class Roster:
         """Age in seconds of each worker's oldest request, from whoever keeps count; sharpens the notion of stuck."""
         self.on_added: list[Callable[[str, str], None]] = []
         """Called with (pool, worker id) after a worker joined; the event plane begins to listen to it."""
+        self.on_returned: list[Callable[[str, str], None]] = []
+        """Called with (pool, worker id) when a known worker registered again: doubt its events until it speaks."""
         self.on_removed: list[Callable[[str, str], None]] = []
         """Called with (pool, worker id) after a worker left and its entries went out of the index."""
         self.wake: Callable[[], None] = lambda: None
@@ -338,10 +340,15 @@ class Roster:
         now = self._clock()
         if source.lasting and not member.source.lasting:
             member.source = source
-        if source is Source.REGISTERED and (member.down or member.misses or member.id in self._held):
-            worker = self._pools[member.pool].get(member.id)
-            if worker is not None and not worker.publishing:
-                self._pools[member.pool].clear(member.id)
+        if source is not Source.REGISTERED:
+            return
+        # Encoders register once in a life, so this may be a new process whose cache is empty.
+        worker = self._pools[member.pool].get(member.id)
+        if worker is not None and not worker.publishing:
+            self._pools[member.pool].clear(member.id)
+        for callback in self.on_returned:
+            callback(member.pool, member.id)
+        if member.down or member.misses or member.id in self._held:
             member.retry_delay = self.settings.first_retry
             member.probe_due = now
             self.wake()

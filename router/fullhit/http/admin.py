@@ -40,14 +40,17 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 def check_exposure(host: str, key: str) -> None:
     """Raises ValueError when a listener at ``host`` can be reached from other machines and there is no ``key``."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback and not key:
+    if not _is_loopback(host) and not key:
         raise ValueError(
             f"the admin listener at {host} can be reached from other machines: set an admin key, or use 127.0.0.1"
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def build_admin_app(context: AdminContext) -> web.Application:
@@ -102,6 +105,11 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     if origin is not None and urlsplit(origin).netloc != request.host:
         raise AdminError(403, "cross_origin", f"pages of {origin[:200]} may not use this listener")
     key = request.app[CONTEXT].settings.key
+    if not key and request.path not in OPEN_PATHS and not _is_loopback(request.url.host or ""):
+        # A name that somebody else's DNS points here makes a browser take their page for ours.
+        raise AdminError(
+            403, "foreign_host", f"without an admin key only a loopback name will do, not {request.host[:200]}"
+        )
     if key and request.path not in OPEN_PATHS:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")

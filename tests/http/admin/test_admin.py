@@ -241,6 +241,14 @@ async def test_pages_of_other_origins_are_refused(desk):
     assert (await desk.call("GET", "/workers", Origin=own))[0] == 200
 
 
+async def test_without_a_key_a_name_that_somebody_elses_dns_points_here_is_refused(desk):
+    foreign = {"Host": "evil.invalid", "Origin": "http://evil.invalid"}
+    assert (await desk.refusal("POST", "/workers", {"url": A}, **foreign))[:2] == (403, "foreign_host")
+    assert (await desk.call("GET", "/healthz", Host="router.invalid"))[0] == 200
+    assert (await desk.call("GET", "/workers", Host="localhost:8781"))[0] == 200
+    assert (await desk.call("GET", "/workers", Host="[::1]:8781"))[0] == 200
+
+
 @pytest.mark.parametrize(
     ("host", "key", "fine"),
     [("127.0.0.1", "", True), ("::1", "", True), ("localhost", "", True), ("0.0.0.0", "", False), ("::", "", False),
