@@ -97,7 +97,7 @@ class Telemetry:
         code = outcome.get("code")
         failed = "error" in outcome or (isinstance(code, int) and code >= 400)
         if failed or self._decisions == "all":
-            self.log.event("decision", "warning" if failed else "info", **_line(decision), **outcome)
+            self.log.write("decision", "warning" if failed else "info", _line(decision) | outcome)
 
     def promised(self, pool: str, worker: str, keys: Sequence[Key]) -> bool:
         """Whether a kept decision sent a request to the worker as a full hit on one of these keys."""

@@ -14,15 +14,24 @@ Three rules.
 
 from __future__ import annotations
 
+import itertools
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 import fullhit
 from fullhit.core.types import Reason
@@ -104,20 +113,10 @@ class Metrics:
             "fullhit_telemetry_errors", "Uses of a metric or label that does not exist", registry=self.registry
         )
         # A metric without labels exists from the start; give the others their first child so that rates see zero.
-        self.request_seconds = Histogram(
-            "fullhit_request_seconds",
-            "From the head of a request to the end of its answer",
-            ("pool",),
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.request_seconds = Durations(
+            "fullhit_request_seconds", "From the head of a request to the end of its answer", _SECONDS
         )
-        self.select_seconds = Histogram(
-            "fullhit_select_seconds",
-            "Time to choose a worker",
-            ("pool",),
-            buckets=_SELECT_SECONDS,
-            registry=self.registry,
-        )
+        self.select_seconds = Durations("fullhit_select_seconds", "Time to choose a worker", _SELECT_SECONDS)
         self.event_lag_seconds = Histogram(
             "fullhit_event_lag_seconds",
             "From publishing to applying, by the two clocks",
@@ -126,7 +125,8 @@ class Metrics:
         )
         self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
         self._totals: dict[str, tuple[str, Callable[[], float]]] = {}
-        self._durations: dict[tuple[int, str], Histogram] = {}
+        self.registry.register(self.request_seconds)
+        self.registry.register(self.select_seconds)
         self.registry.register(_Live(pools, self._gauges, self._totals))
         ProcessCollector(registry=self.registry)
 
@@ -153,11 +153,11 @@ class Metrics:
             labels = self._bounded("requests", {"pool": pool, "reason": reason, "code": code})
             child = self._requests[key] = self._counters["requests"].labels(**labels)
         child.inc()
-        self._duration(self.request_seconds, pool).observe(seconds)
+        self.request_seconds.observe(pool if pool in self._pools else OTHER, seconds)
 
     def observe_select(self, pool: str, seconds: float) -> None:
         """A choice in ``pool`` took ``seconds``."""
-        self._duration(self.select_seconds, pool).observe(seconds)
+        self.select_seconds.observe(pool if pool in self._pools else OTHER, seconds)
 
     def observe_lag(self, seconds: float) -> None:
         """A message was applied ``seconds`` after it was published; clock skew below zero counts as zero."""
@@ -222,14 +222,34 @@ class Metrics:
             seen.add(value)
         return value
 
-    def _duration(self, histogram: Histogram, pool: str) -> Histogram:
-        key = (id(histogram), pool)
-        child = self._durations.get(key)
-        if child is None:
-            if len(self._durations) >= MAX_CACHED:
-                self._durations.clear()
-            child = self._durations[key] = histogram.labels(pool=self._bound("", "pool", pool))
-        return child
+
+class Durations(Collector):
+    """A histogram by pool whose `observe` is a bisection and two additions: it is called twice for each request, where
+    `prometheus_client.Histogram` with its locks took as long as choosing a worker. Fed from one thread."""
+
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
+        self._name = name
+        self._help = help
+        self._bounds = bounds
+        self._counts: dict[str, list[int]] = {}
+        self._sums: dict[str, float] = {}
+
+    def observe(self, pool: str, seconds: float) -> None:
+        """Count one duration. ``pool`` has been bounded by the caller."""
+        counts = self._counts.get(pool)
+        if counts is None:
+            counts = self._counts[pool] = [0] * (len(self._bounds) + 1)
+            self._sums[pool] = 0.0
+        counts[bisect_left(self._bounds, seconds)] += 1
+        self._sums[pool] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._help, labels=["pool"])
+        limits = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
+        for pool, counts in self._counts.items():
+            buckets = list(zip(limits, itertools.accumulate(map(float, counts)), strict=True))
+            family.add_metric([pool], buckets, self._sums[pool])
+        yield family
 
 
 class _Live(Collector):
