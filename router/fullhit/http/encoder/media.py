@@ -94,9 +94,9 @@ class BadItem:
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EncodeInfo:
-    """All that routing needs of an ``/encode`` body.
+    """All that routing needs of an ``/encode`` body. Read-only (not ``frozen``, which makes its construction dear).
 
     ``keys``: the distinct cache keys in item order; ``sizes``: the same with the bytes of the medium (0 when
     only its URL is known); ``items``: media items; ``unkeyed``: those for which no key exists.
@@ -268,12 +268,13 @@ def _interpret(top: object, inspect: Inspect | None, parsed: str, slices: _Slice
     sizes: dict[Key, int] = {}
     bad: list[BadItem] = []
     unkeyed = 0
+    plain = modality == "IMAGE" and slices is None
     for index, item in enumerate(items):
         url: object = item.get("url") if isinstance(item, dict) else item
         text: Text | None = None
         if isinstance(url, str):
             text = (slices.take(url) if slices is not None else None) or url
-        key = _key(item, text, modality)
+        key = text_key(item) if plain and item and type(item) is str else _key(item, text, modality)
         if key is None:
             unkeyed += 1
         else:
@@ -285,12 +286,12 @@ def _interpret(top: object, inspect: Inspect | None, parsed: str, slices: _Slice
     if slices is not None and slices.used != len(slices.spans):
         raise _Doubt
     return EncodeInfo(
-        req_id=req_id,
-        modality=modality,
-        num_parts=num_parts,
-        part_idx=part_idx,
-        prefill_host=prefill_host,
-        embedding_port=port,
+        req_id,
+        modality,
+        num_parts,
+        part_idx,
+        prefill_host,
+        port,
         keys=tuple(sizes),
         sizes=tuple(sizes.items()),
         items=len(items),
@@ -320,10 +321,11 @@ def _media_bytes(text: Text | None) -> int:
     if text is None:
         return 0
     if isinstance(text, str):
-        head = text[:16].encode("utf-8", "surrogatepass")[:16]
-        length = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-    else:
-        head, length = bytes(text[:16]), len(text)
+        if text.isascii():
+            inline = text.startswith("data:") or (len(text) > _LONG_BYTES and "://" not in text[:16])
+            return len(text) * 3 // 4 if inline else 0
+        text = memoryview(text.encode("utf-8", "surrogatepass"))
+    head, length = bytes(text[:16]), len(text)
     if head.startswith(b"data:") or (length > _LONG_BYTES and b"://" not in head):
         return length * 3 // 4
     return 0

@@ -79,6 +79,10 @@ class HeaderBlock:
         self.lines = lines
         self.hosted = hosted
 
+    def with_line(self, line: bytes) -> HeaderBlock:
+        """One more header. The caller vouches that it is one whole line, its only line break the CRLF at its end."""
+        return HeaderBlock(self.lines + line, self.hosted)
+
     def __repr__(self) -> str:
         return f"<HeaderBlock {self.lines!r}>"
 
@@ -100,6 +104,16 @@ class RequestHead(_Head):
     expects = False
     like: RequestHead | None = None
     block: HeaderBlock | None = None
+    hostless: HeaderBlock | None = None
+
+    def forwarded_hostless(self) -> HeaderBlock:
+        """As `forwarded`, without Host: the upstream is to hear its own name."""
+        owner = self.like or self
+        block = owner.hostless
+        if block is None:
+            kept = [item for item in end_to_end(owner.headers) if item[0].lower() != b"host"]
+            block = owner.hostless = HeaderBlock(header_block(kept), False)
+        return block
 
     def forwarded(self, extra: Headers = ()) -> HeaderBlock:
         """The end-to-end headers as they were received, plus `extra`, ready for `UpstreamClient.send`.

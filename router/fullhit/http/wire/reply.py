@@ -72,6 +72,10 @@ class UpstreamResponse(Feeder):
         except ValueError:
             return None
 
+    def forwarded(self) -> bytes:
+        """The end-to-end headers as they came: composed lines, ready for `Responder.reply_lines`."""
+        return forwarded_block(self.head)
+
     @property
     def complete(self) -> bool:
         """The whole answer has arrived."""

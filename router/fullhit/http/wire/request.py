@@ -98,19 +98,18 @@ class Responder:
 
         Raises LocalFault when the request has been answered before.
         """
+        self.reply_lines(status, header_block(headers), body)
+
+    def reply_lines(self, status: int, lines: bytes, body: bytes | bytearray | memoryview = b"") -> None:
+        """As `reply`, with headers that are composed and checked already: whole lines, each with its CRLF."""
         if self._state != _FRESH:
             raise LocalFault("the request has been answered already")
         size = len(body)
         if status == 204 or status < 200:
-            head = status_line(status) + header_block(headers) + self._connection_line() + b"\r\n"
+            head = b"%b%b%b\r\n" % (status_line(status), lines, self.connection_line())
             size = 0
         else:
-            head = b"%b%b%bContent-Length: %d\r\n\r\n" % (
-                status_line(status),
-                header_block(headers),
-                self._connection_line(),
-                size,
-            )
+            head = b"%b%b%bContent-Length: %d\r\n\r\n" % (status_line(status), lines, self.connection_line(), size)
             if self._head_only or status == 304:
                 size = 0
         self.status = status
