@@ -120,10 +120,10 @@ def test_a_body_whose_id_is_not_found_is_left_alone(body: bytes) -> None:
 
 
 def test_answers_come_back_under_the_id_that_the_caller_knows() -> None:
-    answer = Answer(400, [], b'{"req_id":"\\"a_local_part_0r12","message":"\\"a_local_part_0r12 failed"}')
+    answer = Answer(400, b"", b'{"req_id":"\\"a_local_part_0r12","message":"\\"a_local_part_0r12 failed"}')
     back = with_id(answer, '"a_local_part_0r12', '"a_local_part_0')
     assert back.body == b'{"req_id":"\\"a_local_part_0","message":"\\"a_local_part_0 failed"}'
-    assert with_id(Answer(200, [], b"null"), "x", "y").body == b"null"
+    assert with_id(Answer(200, b"", b"null"), "x", "y").body == b"null"
 
 
 def test_what_an_encoder_says_is_logged_without_pictures_and_secrets() -> None:

@@ -8,12 +8,12 @@ another one or its last copy is closed.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from fullhit.core.decision import Decision
-from fullhit.http.wire import Origin, Responder
+from fullhit.http.wire import HeaderBlock, Origin, Request, Responder
 
 from .media import EncodeInfo
 from .parts import Part
@@ -34,7 +34,8 @@ class LivePart:
     deliveries: set[asyncio.Task[None]] = field(default_factory=set)
 
     def take(self, decision: Decision, origin: Origin) -> None:
-        self.give_back()
+        if self.decision is not None:
+            self.give_back()
         self.decision = decision
         self.origin = origin
 
@@ -42,9 +43,10 @@ class LivePart:
         """Release the slot and stop deliveries to the encoder that held it. Idempotent."""
         if self.decision is not None and self.decision.ticket is not None:
             self.decision.ticket.release()
-        for task in self.deliveries:
-            task.cancel()
-        self.deliveries.clear()
+        if self.deliveries:
+            for task in self.deliveries:
+                task.cancel()
+            self.deliveries.clear()
         self.withdraw(self.part)
 
 
@@ -55,19 +57,18 @@ class InFlight:
         self._clock = clock
         self._started: dict[str, dict[object, float]] = {}
 
-    def begin(self, worker: str) -> Callable[[], None]:
-        """A call to ``worker`` begins; call the result once when it ends."""
-        token = object()
-        self._started.setdefault(worker, {})[token] = self._clock()
+    def begin(self, worker: str, call: object) -> None:
+        """``call`` (any object of its own) to ``worker`` begins; tell `end` once."""
+        calls = self._started.get(worker)
+        if calls is None:
+            calls = self._started[worker] = {}
+        calls[call] = self._clock()
 
-        def end() -> None:
-            calls = self._started.get(worker)
-            if calls is not None:
-                calls.pop(token, None)
-                if not calls:
-                    del self._started[worker]
-
-        return end
+    def end(self, worker: str, call: object) -> None:
+        calls = self._started[worker]
+        del calls[call]
+        if not calls:
+            del self._started[worker]
 
     def oldest(self) -> dict[str, float]:
         """Age in seconds of the oldest call by worker; without those that have none."""
@@ -78,34 +79,48 @@ class InFlight:
         return sum(map(len, self._started.values()))
 
 
-@dataclass(slots=True, eq=False)
 class Call:
     """One ``/encode`` as it goes through the gateway. ``wire_id`` is the ``req_id`` that ``body`` has, ``replaced``
-    the places of pictures that were replaced, ``lost`` counts encoders that failed over it."""
+    the places of pictures that were replaced, ``lost`` counts encoders that failed over it, ``causes`` counts what
+    went wrong by its name."""
 
-    info: EncodeInfo
-    body: bytes | bytearray | memoryview
-    headers: list[tuple[bytes, bytes]]
-    request_id: bytes
-    peer: str
-    alias: str
-    started: float
-    deadline: float
-    responder: Responder
-    live: LivePart
-    tried: set[str] = field(default_factory=set)
-    attempts: int = 0
-    rounds: int = 0
-    not_before: float = 0.0
-    stuck: int = 0
-    lost: int = 0
-    wire_id: str = ""
-    replaced: set[int] = field(default_factory=set)
-    resends: int = 0
-    causes: Counter[str] = field(default_factory=Counter)
+    # Most calls never leave these defaults; instances hold only what differs.
+    tried: frozenset[str] = frozenset()
+    attempts = 0
+    rounds = 0
+    not_before = 0.0
+    stuck = 0
+    lost = 0
+    replaced: frozenset[int] = frozenset()
+    resends = 0
+    causes: Mapping[str, int] = MappingProxyType({})
     pictures: tuple[str, ...] = ()
     decision: Decision | None = None
 
-    @property
-    def part(self) -> Part:
-        return self.live.part
+    def __init__(
+        self,
+        info: EncodeInfo,
+        request: Request,
+        responder: Responder,
+        headers: HeaderBlock,
+        request_id: bytes,
+        peer: str,
+        live: LivePart,
+        deadline: float,
+    ) -> None:
+        self.info = info
+        self.body = request.body
+        self.headers = headers
+        self.request_id = request_id
+        self.peer = peer
+        self.responder = responder
+        self.live = live
+        self.part = live.part
+        self.deadline = deadline
+        self.wire_id = info.req_id
+
+    def note(self, cause: str) -> int:
+        """Something went wrong; how often this has happened by now."""
+        times = self.causes.get(cause, 0) + 1
+        self.causes = {**self.causes, cause: times}
+        return times

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from fullhit.core.decision import Decision
 from fullhit.core.types import SelectRequest
-from fullhit.http.wire import Request, Responder, Timeouts, UpstreamError, end_to_end
+from fullhit.http.wire import Request, Responder, Timeouts, UpstreamError, header_block
 
 from .calls import Call, InFlight, LivePart
 from .imagecheck import inspect_image
@@ -26,15 +26,17 @@ from .media import BadBody, parse_encode
 from .mending import Mender
 from .parts import Part, PartState
 from .peers import address_of, is_loopback, is_wildcard
-from .replies import Refusal, message_in, request_id_of
+from .replies import Refusal, message_in, request_id_line, request_id_of
 from .shared import Shared
-from .upstream import Answer, Failure, failure_of, is_listening, refusal_of, with_id
+from .upstream import Answer, Failure, answer_of, failure_of, is_listening, refusal_of, with_id
 from .waiting import WaitedTooLong, WaitingRoom, WaitingRoomFull
 
 __all__ = ["EncodeRoute"]
 
 _SAME_ENCODER_TRIES = 3
 """How often a copy that must stay with its encoder is offered to it."""
+_MAX_MARKS = 4_096
+_CHOOSING = PartState.CHOOSING  # an enumeration's members cost a look-up each time
 
 
 class EncodeRoute:
@@ -56,7 +58,10 @@ class EncodeRoute:
         self._on_part = on_part
         self._loop = asyncio.get_running_loop()
         self._mark = secrets.token_hex(8).encode()  # travels with what is forwarded: a loop is known by it
+        self._mark_line = b"x-fullhit-via: %b\r\n" % self._mark
         self._lives: dict[Part, LivePart] = {}
+        self._inspect = None if settings.bad_image == "pass" else inspect_image
+        self._mark_lines: dict[tuple[str, str], bytes] = {}
         self.room = WaitingRoom(shared.pool, settings.queue_max, settings.queue_max_bytes, telemetry.observe_select)
         self.in_flight = InFlight(shared.clock)
         self.timeouts = Timeouts(
@@ -75,40 +80,30 @@ class EncodeRoute:
         """Serve one call. Raises Refusal."""
         started = self._clock()
         request_id, given = request_id_of(request)
-        if any(value == self._mark and name.lower() == b"x-fullhit-via" for name, value in request.headers):
+        if b"x-fullhit-via" in request.names and any(
+            value == self._mark and name.lower() == b"x-fullhit-via" for name, value in request.headers
+        ):
             # 503, so that whoever forwarded it here (this router) takes another encoder.
             self._telemetry.count("rejected", cause="loop")
             why = "this router is listed as its own encoder, itself or through others; remove that worker"
             raise Refusal(503, why, "loop", retry_after=1)
-        inspect = None if self._settings.bad_image == "pass" else inspect_image
         try:
-            info = parse_encode(request.body, inspect)
+            info = parse_encode(request.body, self._inspect)
         except BadBody as error:
             self._telemetry.count("rejected", cause="bad_body")
             self._telemetry.request_done(self._pool.name, "none", 400, self._clock() - started)
             raise Refusal(400, str(error), "bad_body", req_id=error.req_id) from error
         peer = address_of(request.peer)
-        headers = [h for h in end_to_end(request.headers) if h[0].lower() != b"host"]
+        headers = request.forwarded_hostless()
         if not given:
-            headers.append((b"x-request-id", request_id))
-        headers.append((b"x-fullhit-via", self._mark))
+            headers = headers.with_line(request_id_line(request_id))
+        headers = headers.with_line(self._mark_line)
         part = self._table.open_encode(alias, info.req_id, info.prefill_host, peer)
         live = self._lives.get(part)
         if live is None:
             live = self._lives[part] = LivePart(part, self._deliveries.withdraw)
-        call = Call(
-            info=info,
-            body=request.body,
-            headers=headers,
-            request_id=request_id,
-            peer=peer,
-            alias=alias,
-            started=started,
-            deadline=self._loop.time() + self._settings.queue_timeout,
-            responder=responder,
-            live=live,
-            wire_id=info.req_id,
-        )
+        deadline = self._loop.time() + self._settings.queue_timeout
+        call = Call(info, request, responder, headers, request_id, peer, live, deadline)
         part.part_idx = info.part_idx or 0
         code = 499
         closed = False
@@ -125,7 +120,7 @@ class EncodeRoute:
             refusal.req_id = info.req_id
             refusal.request_id = request_id
             refusal.headers = [*refusal.headers, *self._marks(call)]
-            call.causes[refusal.cause] += 1
+            call.note(refusal.cause)
             self._table.close_failed(part, refusal.status, refusal.message)
             raise
         except BaseException:
@@ -137,7 +132,7 @@ class EncodeRoute:
                 self._lives.pop(part, None)
                 live.give_back()
             self._on_part(alias, info.req_id)
-            self._tell(call, code)
+            self._tell(call, code, self._clock() - started)
 
     def close(self) -> None:
         self.room.close()
@@ -147,7 +142,7 @@ class EncodeRoute:
     async def _until_answered(self, call: Call) -> Answer:
         """Try encoders until one has answered. Raises Refusal."""
         while True:
-            attempt = await self._choose(call)
+            attempt = self._choose_now(call) or await self._choose(call)
             if call.responder.peer_gone and call.attempts and call.part.copies == 1:
                 raise Refusal(499, "the caller left while no encoder had taken the request", "caller_left")
             call.responder.detach()
@@ -156,41 +151,45 @@ class EncodeRoute:
                 return result
             await self._after(call, attempt, result)
 
+    def _choose_now(self, call: Call) -> int:
+        """As `_choose`, if it can be done without waiting; 0 if not."""
+        if call.part.state is not _CHOOSING or call.live.choosing is not None:
+            return 0
+        decision = self.room.at_once(_selection(call), call.not_before)
+        return self._take(call, decision) if isinstance(decision, Decision) else 0
+
     async def _choose(self, call: Call) -> int:
         """The number of an attempt that is under way or just chosen: by this copy or by another one."""
         live, part = call.live, call.part
-        while part.state is PartState.CHOOSING:
+        while part.state is _CHOOSING:
             if live.choosing is not None:
                 await asyncio.wait((live.choosing,))
                 continue
             live.choosing = self._loop.create_future()
             try:
-                decision = await self._select(call)
-                live.take(decision, self._origins.of(decision.worker.url))
-                self._table.chosen(part, decision.worker.id)
+                self._take(call, await self._select(call))
             finally:
                 live.choosing.set_result(None)
                 live.choosing = None
         call.decision = live.decision
         return part.attempt
 
+    def _take(self, call: Call, decision: Decision) -> int:
+        call.decision = decision
+        worker = decision.worker
+        call.live.take(decision, self._origins.of(worker.url))
+        if call.info.prefill_host:
+            self._warn_of_unreachable(call, decision)
+        return self._table.chosen(call.part, worker.id)
+
     async def _select(self, call: Call) -> Decision:
-        info = call.info
-        request = SelectRequest(
-            keys=info.keys,
-            items=info.items,
-            unkeyed=info.unkeyed,
-            request_id=call.request_id.decode(),
-            exclude=frozenset(call.tried),
-        )
+        request = _selection(call)
         try:
-            decision = await self.room.admit(request, len(call.body), call.deadline, call.not_before)
+            return await self.room.admit(request, len(call.body), call.deadline, call.not_before)
         except WaitingRoomFull as error:
             raise self._no_encoder(call, str(error), "queue_full") from error
         except WaitedTooLong as error:
             raise self._no_encoder(call, str(error), "queue_timeout") from error
-        self._warn_of_unreachable(call, decision)
-        return decision
 
     def _no_encoder(self, call: Call, why: str, cause: str) -> Refusal:
         self._telemetry.count("rejected", cause=cause)
@@ -212,9 +211,9 @@ class EncodeRoute:
             sent = True
             for registered in self._table.sent(part, attempt):
                 live.deliveries.add(self._deliveries.start(part, registered, origin, live.deliveries.discard))
-            self._on_part(call.alias, part.req_id)
+            self._on_part(part.alias, part.req_id)
 
-        end = self.in_flight.begin(worker)
+        self.in_flight.begin(worker, call)
         try:
             response = await self._client.send(
                 origin, b"POST", b"/encode", call.headers, call.body, timeouts=self.timeouts, on_sent=on_sent
@@ -223,14 +222,14 @@ class EncodeRoute:
         except UpstreamError as error:
             failure = failure_of(error)
         else:
-            answer = Answer(response.status, end_to_end(response.headers), body)
+            answer = answer_of(response, body)
             refusal = refusal_of(answer) or self._mender.remedy(call, attempt, answer)
             if refusal is None:
                 self._judge(worker, answer)
                 return answer
             failure = refusal
         finally:
-            end()
+            self.in_flight.end(worker, call)
         if failure.report is not None:
             self._fleet.report_failure(worker, failure.report)
         if failure.retry == "if_harmless" and (
@@ -241,13 +240,13 @@ class EncodeRoute:
         ):
             failure = replace(failure, retry="yes")
             call.lost += sent
-        call.causes[f"{worker} ({failure.cause})"] += 1
+        call.note(f"{worker} ({failure.cause})")
         if failure.retry == "yes":
             if not self._table.back(part, attempt, sent=sent):
                 call.stuck += 1
             else:
                 call.stuck = 0
-                if part.state is PartState.CHOOSING and part.attempt == attempt:
+                if part.state is _CHOOSING and part.attempt == attempt:
                     live.give_back()
         return failure
 
@@ -271,11 +270,11 @@ class EncodeRoute:
         if settings.max_attempts and call.attempts >= settings.max_attempts:
             raise self._no_encoder(call, f"{call.attempts} attempts (max_attempts)", "max_attempts")
         if failure.blame or call.attempts > _SAME_ENCODER_TRIES:
-            call.tried.add(call.part.worker)
+            call.tried |= {call.part.worker}
         if not self._somebody_left(call):
             # All have turned it away. Waiting for them is better than refusing: another round, after a pause.
             call.rounds += 1
-            call.tried.clear()
+            call.tried = frozenset()
             pause = min(settings.retry_pause * 2 ** min(call.rounds - 1, 10), settings.retry_pause_max)
             call.not_before = self._loop.time() + pause
 
@@ -310,11 +309,17 @@ class EncodeRoute:
             self._table.close_failed(part, answer.status, message_in(answer.body) or text)
 
     def _pass_on(self, call: Call, answer: Answer) -> None:
-        headers = [*answer.headers, *self._marks(call)]
-        if not any(name.lower() == b"x-request-id" for name, _ in answer.headers):
-            headers.append((b"x-request-id", call.request_id))
+        worker, reason = call.part.worker, str(call.decision.reason) if call.decision is not None else ""
+        marks = self._mark_lines.get((worker, reason))
+        if marks is None:
+            if len(self._mark_lines) >= _MAX_MARKS:
+                self._mark_lines.clear()
+            marks = self._mark_lines[worker, reason] = header_block(self._marks(call))
+        lines = answer.lines + marks
+        if not answer.tagged:
+            lines += request_id_line(call.request_id)
         answer = with_id(answer, call.wire_id, call.part.req_id)
-        call.responder.reply(answer.status, headers, answer.body)
+        call.responder.reply_lines(answer.status, lines, answer.body)
 
     def _marks(self, call: Call) -> list[tuple[bytes, bytes]]:
         """Where the call went and why, as headers."""
@@ -325,14 +330,13 @@ class EncodeRoute:
             marks.append((b"x-fullhit-reason", str(call.decision.reason).encode()))
         return marks
 
-    def _tell(self, call: Call, code: int) -> None:
-        seconds = self._clock() - call.started
+    def _tell(self, call: Call, code: int, seconds: float) -> None:
         decision = call.decision
         reason = str(decision.reason) if decision is not None else "none"
         self._telemetry.request_done(self._pool.name, reason, code, seconds)
         outcome: dict[str, object] = {"code": code, "ms": round(seconds * 1e3, 3), "req_id": call.info.req_id}
-        if call.alias:
-            outcome["alias"] = call.alias
+        if call.part.alias:
+            outcome["alias"] = call.part.alias
         if call.causes:
             outcome["failures"] = dict(call.causes)
         if call.pictures:
@@ -345,7 +349,7 @@ class EncodeRoute:
     def _warn_of_unreachable(self, call: Call, decision: Decision) -> None:
         """An encoder on another machine cannot push to a wildcard or loopback address. It is passed on as it is."""
         host = call.info.prefill_host
-        if not host or not (is_wildcard(host) or is_loopback(host)):
+        if not (is_wildcard(host) or is_loopback(host)):
             return
         if is_loopback(self._origins.of(decision.worker.url).host) or not self._peers.warn_once(call.peer):
             return
@@ -358,3 +362,14 @@ class EncodeRoute:
             advice="the encoder cannot push embeddings to this address; start the language server with "
             "SGLANG_HOST_IP or --host set to an address that the encoder can dial",
         )
+
+
+def _selection(call: Call) -> SelectRequest:
+    info = call.info
+    return SelectRequest(
+        keys=info.keys,
+        items=info.items,
+        request_id=call.request_id.decode(),
+        exclude=call.tried,
+        unkeyed=info.unkeyed,
+    )

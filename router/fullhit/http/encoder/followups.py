@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import asyncio
 
-from fullhit.http.wire import Request, Responder, Timeouts, UpstreamError, end_to_end
+from fullhit.http.wire import Request, Responder, Timeouts, UpstreamError, end_to_end, header_block
 
 from .media import BadBody, FollowUp, parse_follow_up, parse_registration
 from .parts import AmbiguousPart, InconsistentCount, Part, PartState, TooManyRegistrations
 from .peers import address_of
-from .replies import Refusal, reply_json, request_id_of
+from .replies import Refusal, reply_json, request_id_line, request_id_of
 from .rewrite import CannotRewrite, renamed
 from .shared import Shared
-from .upstream import Answer, Failure, failure_of, with_id
+from .upstream import Answer, Failure, answer_of, failure_of, with_id
 
 __all__ = ["FollowUpRoutes"]
 
@@ -57,6 +57,8 @@ class FollowUpRoutes:
 
     def part_moved(self, alias: str, req_id: str) -> None:
         """Wake the calls that wait for this part."""
+        if not self._waiting:
+            return
         for waiter in self._waiting.pop((alias, req_id), ()):
             if not waiter.done():
                 waiter.set_result(None)
@@ -182,9 +184,9 @@ class FollowUpRoutes:
 
     async def _ask(self, request: Request, part: Part, target: bytes) -> Answer | Failure:
         request_id, given = request_id_of(request)
-        headers = [h for h in end_to_end(request.headers) if h[0].lower() != b"host"]
+        headers = request.forwarded_hostless()
         if not given:
-            headers.append((b"x-request-id", request_id))
+            headers = headers.with_line(request_id_line(request_id))
         worker, body = part.worker, request.body
         told = part.wire_id
         if told != part.req_id:
@@ -202,13 +204,13 @@ class FollowUpRoutes:
             if failure.report is not None:
                 self._fleet.report_failure(worker, failure.report)
             return failure
-        return with_id(Answer(response.status, end_to_end(response.headers), reply), told, part.req_id)
+        return with_id(answer_of(response, reply), told, part.req_id)
 
     def _pass_on(self, request: Request, responder: Responder, part: Part, answer: Answer) -> None:
-        headers = [*answer.headers, (b"x-fullhit-worker", part.worker.encode("ascii", "replace"))]
-        if not any(name.lower() == b"x-request-id" for name, _ in answer.headers):
-            headers.append((b"x-request-id", request_id_of(request)[0]))
-        responder.reply(answer.status, headers, answer.body)
+        lines = answer.lines + header_block([(b"x-fullhit-worker", part.worker.encode("ascii", "replace"))])
+        if not answer.tagged:
+            lines += request_id_line(request_id_of(request)[0])
+        responder.reply_lines(answer.status, lines, answer.body)
 
     def _lost(self, part: Part, failure: Failure) -> Refusal:
         message = f"encoder {part.worker} failed: {failure.message}"[:2_000]

@@ -49,6 +49,9 @@ __all__ = ["EncoderGateway"]
 Route = Callable[[Request, Responder, str], Awaitable[None]]
 
 _ALIAS: Final = re.compile(r"/v(0|[1-9][0-9]{0,8})(?=/|\Z)")
+_MAX_KNOWN: Final = 512
+_MAX_KNOWN_TARGET: Final = 128
+"""Bounds of the memory of targets whose route has been found before."""
 _LOG_EVERY: Final = 10.0
 """Refusals of one cause are logged at most this often (seconds)."""
 
@@ -106,6 +109,7 @@ class EncoderGateway:
             "/unregister_encoder_url": {b"DELETE": registry.unregister},
             "/list_encoder_urls": {b"GET": registry.list, b"HEAD": registry.list},
         }
+        self._known: dict[tuple[bytes, bytes], tuple[Route, str]] = {}
         self._open = 0
         self._calm = asyncio.Event()
         self._calm.set()
@@ -115,10 +119,11 @@ class EncoderGateway:
 
     async def handle(self, request: Request, responder: Responder) -> None:
         """Serve one request. Everything that is the caller's or an encoder's fault is answered here."""
+        if not self._open:
+            self._calm.clear()
         self._open += 1
-        self._calm.clear()
         try:
-            route, alias = self._route(request)
+            route, alias = self._known.get((request.method, request.target)) or self._route(request)
             await route(request, responder, alias)
         except Refusal as refusal:
             self._refuse(request, responder, refusal)
@@ -182,6 +187,10 @@ class EncoderGateway:
         if route is None:
             allowed = ", ".join(method.decode() for method in methods)
             raise Refusal(405, f"{path} takes {allowed}", "method", headers=[(b"Allow", allowed.encode())])
+        if len(request.target) <= _MAX_KNOWN_TARGET:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[request.method, request.target] = route, alias
         return route, alias
 
     async def _healthy(self, request: Request, responder: Responder, alias: str) -> None:

@@ -49,7 +49,7 @@ class Mender:
                 body = substitute_items(call.body, {bad.index for bad in info.bad}, info.items)
                 call.info = parse_encode(body)
                 call.body = body
-                call.replaced = {bad.index for bad in info.bad}
+                call.replaced = frozenset(bad.index for bad in info.bad)
             except (CannotRewrite, BadBody):
                 body = None
         self._report_pictures(call, "rejected" if body is None else "substituted", backend, call.pictures)
@@ -113,7 +113,7 @@ class Mender:
             return False
         call.info = info
         call.resends += 1
-        call.replaced.update(places)
+        call.replaced |= frozenset(places)
         said = f"refused by {call.part.worker}: {brief(message)}"
         pictures = tuple(f"item {place} of {info.items}: {said}" for place in places)
         call.pictures += pictures

@@ -77,6 +77,7 @@ class PartState(StrEnum):
 _SUFFIX: Final = "_local_part_"
 """What comes before the number of a part in its id since the second generation of the wire."""
 
+_NEVER: Final = float("inf")
 _WAITING: Final = (PartState.EARLY, PartState.STRAY)
 _ACTIVE: Final = (PartState.CHOOSING, PartState.CHOSEN, PartState.SENT)
 _LIVE: Final = (*_ACTIVE, PartState.ENCODED)
@@ -151,9 +152,11 @@ class Part:
     offered: int = 0
     alias_id: str = ""
     registrations: dict[str, Registered] = field(default_factory=dict)
-    sends: set[str] = field(default_factory=set)
+    sends: frozenset[str] = frozenset()
     failure: tuple[int, str] | None = None
     """Status and message with which the part failed."""
+    listed: bool = False
+    """Whether the table knows it."""
 
     def __repr__(self) -> str:
         where = f" -> {self.worker} (attempt {self.attempt})" if self.worker else ""
@@ -193,6 +196,7 @@ class PartTable:
             PartState.FAILED: self.limits.over_ttl,
         }
         self._count = 0
+        self._due = _NEVER  # nothing ends by time before then
         self._fresh_ids = 0
         self.bytes = 0
         """Bytes of all kept registrations."""
@@ -266,9 +270,12 @@ class PartTable:
         self.expire()
         host = host.lower()
         name = (alias, req_id)
-        part = next((p for p in self._names.get(name, ()) if p.host == host and p.state in _LIVE), None)
+        known = self._names.get(name)
+        if known is None:  # as nearly always
+            return self._add(Part(alias, req_id, host, peer, PartState.CHOOSING, self._clock(), copies=1))
+        part = next((p for p in known if p.host == host and p.state in _LIVE), None)
         if part is None:
-            over = [p for p in self._names.get(name, ()) if p.host == host and p.state in _OVER]
+            over = [p for p in known if p.host == host and p.state in _OVER]
             for old in over:
                 self._remove(old)
             claimed = self._claim(name, host, peer)
@@ -381,7 +388,7 @@ class PartTable:
 
     def send_done(self, part: Part, follow_up: FollowUp) -> bool:
         """A ``/send`` was answered 200. True when it was the last one announced: the part is over."""
-        part.sends.add(follow_up.destination)
+        part.sends |= {follow_up.destination}
         if follow_up.receive_count is None or len(part.sends) < follow_up.receive_count:
             return False
         if part.state is PartState.ENCODED and part.copies == 0:
@@ -392,11 +399,15 @@ class PartTable:
         """Drop what has outlived its time; called by every other method, cheap when there is nothing."""
         now = self._clock()
         dropped = 0
+        if now < self._due:
+            return dropped
+        self._due = _NEVER
         for state, parts in self._ageing.items():
-            limit = now - self._ttl[state]
+            ttl = self._ttl[state]
             while parts:
                 part = next(iter(parts.values()))
-                if part.since > limit:
+                if part.since + ttl > now:
+                    self._due = min(self._due, part.since + ttl)
                     break
                 self._remove(part)
                 dropped += 1
@@ -455,10 +466,17 @@ class PartTable:
         self._make_room()
         self._names.setdefault((part.alias, part.req_id), []).append(part)
         self._count += 1
+        part.listed = True
         ageing = self._ageing.get(part.state)
         if ageing is not None:
-            ageing[id(part)] = part
+            self._age(part, ageing)
         return part
+
+    def _age(self, part: Part, ageing: OrderedDict[int, Part]) -> None:
+        ageing[id(part)] = part
+        due = part.since + self._ttl[part.state]
+        if due < self._due:
+            self._due = due
 
     def _make_room(self) -> None:
         if self._count < self.limits.max_parts:
@@ -483,10 +501,11 @@ class PartTable:
         return self.bytes + size <= self.limits.max_bytes
 
     def _remove(self, part: Part) -> None:
-        name = (part.alias, part.req_id)
-        parts = self._names.get(name)
-        if parts is None or part not in parts:
+        if not part.listed:
             return
+        part.listed = False
+        name = (part.alias, part.req_id)
+        parts = self._names[name]
         parts.remove(part)
         if not parts:
             del self._names[name]
@@ -497,25 +516,25 @@ class PartTable:
             ageing.pop(id(part), None)
 
     def _drop_registrations(self, part: Part) -> None:
-        self.bytes -= sum(registered.size for registered in part.registrations.values())
-        part.registrations = {}
+        if part.registrations:
+            self.bytes -= sum(registered.size for registered in part.registrations.values())
+            part.registrations = {}
 
     def _move(self, part: Part, state: PartState) -> None:
-        known = part in self._names.get((part.alias, part.req_id), ())
         ageing = self._ageing.get(part.state)
         if ageing is not None:
             ageing.pop(id(part), None)
         part.state = state
         part.since = self._clock()
         ageing = self._ageing.get(state)
-        if ageing is not None and known:
-            ageing[id(part)] = part
+        if ageing is not None and part.listed:
+            self._age(part, ageing)
             if state in _OVER and len(ageing) > self.limits.max_over:
                 self._remove(next(iter(ageing.values())))
 
     def _finish(self, part: Part, state: PartState) -> None:
         self._drop_registrations(part)
-        part.sends = set()
+        part.sends = frozenset()
         self._move(part, state)
 
     def _close(self, part: Part) -> None:

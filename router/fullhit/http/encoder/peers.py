@@ -55,6 +55,7 @@ class PeerMemory:
         return True
 
 
+@lru_cache(maxsize=4_096)
 def address_of(peer: str) -> str:
     """``10.0.0.1:5000`` -> ``10.0.0.1``; ``[::1]:5000`` -> ``::1``."""
     return peer.rpartition(":")[0].strip("[]")

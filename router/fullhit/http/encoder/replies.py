@@ -18,6 +18,7 @@ __all__ = [
     "reply_error",
     "reply_json",
     "reply_text",
+    "request_id_line",
     "request_id_of",
     "sglang_error",
 ]
@@ -70,6 +71,11 @@ def request_id_of(request: Request) -> tuple[bytes, bool]:
             return given, True
     # Unique is all it has to be; asking the kernel for entropy would cost as much as choosing an encoder.
     return b"%032x" % random.getrandbits(128), False
+
+
+def request_id_line(request_id: bytes) -> bytes:
+    """The header line of an id from `request_id_of`, which lets nothing through that could end a line."""
+    return b"x-request-id: %b\r\n" % request_id
 
 
 def reply_error(responder: Responder, refusal: Refusal, request_id: bytes) -> None:

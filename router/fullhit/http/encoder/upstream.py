@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
@@ -33,28 +33,30 @@ import msgspec
 
 from fullhit.http.wire import (
     BadReply,
-    Headers,
     LostAfterSend,
     NotAccepted,
     Origin,
     UpstreamError,
+    UpstreamResponse,
     UpstreamTimeout,
 )
 
-__all__ = ["Answer", "Failure", "Origins", "failure_of", "is_listening", "refusal_of", "with_id"]
+__all__ = ["Answer", "Failure", "Origins", "answer_of", "failure_of", "is_listening", "refusal_of", "with_id"]
 
 Retry = Literal["yes", "if_harmless", "no"]
 
 _KNOCK_SECONDS: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
-    """A complete answer of an encoder."""
+    """A complete answer of an encoder. ``lines``: its end-to-end headers, composed; ``tagged``: x-request-id is among
+    them."""
 
     status: int
-    headers: Headers
+    lines: bytes
     body: bytes
+    tagged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,17 @@ class Failure:
 
 def with_id(answer: Answer, told: str, known: str) -> Answer:
     """``answer`` to a part that the encoder was ``told`` under another id than the caller has ``known`` it by."""
-    old, new = (msgspec.json.encode(one)[1:-1] for one in (told, known))
-    if told == known or old not in answer.body:
+    if told == known:
         return answer
-    return Answer(answer.status, answer.headers, answer.body.replace(old, new))
+    old, new = (msgspec.json.encode(one)[1:-1] for one in (told, known))
+    if old not in answer.body:
+        return answer
+    return replace(answer, body=answer.body.replace(old, new))
+
+
+def answer_of(response: UpstreamResponse, body: bytes) -> Answer:
+    """The answer, once its body is read."""
+    return Answer(response.status, response.forwarded(), body, response.get(b"x-request-id") is not None)
 
 
 def failure_of(error: UpstreamError) -> Failure:

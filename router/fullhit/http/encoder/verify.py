@@ -85,9 +85,9 @@ class MediaQuestions:
 
     def withdraw(self, part: Part) -> None:
         """Nobody needs the answer about ``part`` any more; who waits goes on."""
-        _, task = self._open.pop(part, (0, None))
-        if task is not None:
-            task.cancel()
+        asked = self._open.pop(part, None)
+        if asked is not None:
+            asked[1].cancel()
 
     async def close(self) -> None:
         tasks = [task for _, task in self._open.values()]

@@ -45,7 +45,10 @@ class _Call:
 
 
 class WaitingRoom:
-    """`admit` selects a worker of ``pool``, now or later. Create it inside the loop; `close` it."""
+    """`admit` selects a worker of ``pool``, now or later; `at_once` now or not at all.
+
+    Create it inside the loop; `close` it.
+    """
 
     def __init__(
         self,
@@ -85,18 +88,26 @@ class WaitingRoom:
             self._timer.cancel()
             self._timer = None
 
+    def at_once(self, request: SelectRequest, not_before: float = 0.0) -> Decision | NoEligibleWorker | None:
+        """A decision with its ticket taken if one can be had without waiting, else why not (None: not its turn yet)."""
+        if not_before or self._queue:
+            now = self._loop.time()
+            if not_before > now or self._somebody_first(now):
+                return None
+        try:
+            return self._select(request)
+        except NoEligibleWorker as error:
+            return error
+
     async def admit(self, request: SelectRequest, size: int, deadline: float, not_before: float = 0.0) -> Decision:
         """A decision with its ticket taken, now or until ``deadline`` (the loop's clock).
 
         ``not_before``: wait at least until then. Raises WaitingRoomFull, WaitedTooLong.
         """
-        now = self._loop.time()
-        reason: NoEligibleWorker | None = None
-        if not_before <= now and not self._somebody_first(now):
-            try:
-                return self._select(request)
-            except NoEligibleWorker as error:
-                reason = error
+        found = self.at_once(request, not_before)
+        if isinstance(found, Decision):
+            return found
+        reason = found
         if len(self._queue) >= self._max_calls or (self._queue and self._bytes + size > self._max_bytes):
             raise WaitingRoomFull(
                 f"{len(self._queue)} requests ({self._bytes >> 20} MiB) are waiting for an encoder already"

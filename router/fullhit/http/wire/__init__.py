@@ -17,7 +17,7 @@ from .errors import (
     UpstreamTimeout,
     WireError,
 )
-from .heads import HeaderBlock, Headers, end_to_end
+from .heads import HeaderBlock, Headers, end_to_end, header_block
 from .limits import ListenerLimits, Origin, Timeouts, UpstreamLimits
 from .listener import DrainReport, ErrorFormat, HttpListener, openai_error
 from .reply import UpstreamResponse
@@ -51,5 +51,6 @@ __all__ = [
     "UpstreamTimeout",
     "WireError",
     "end_to_end",
+    "header_block",
     "openai_error",
 ]
