@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -152,6 +153,24 @@ async def test_sigterm_finishes_what_runs_and_leaves_nothing_behind(deployment: 
     assert router.process.returncode == 0
     line = await deployment.log_line(router, "drained")
     assert (line["running"], line["cut"]) == (1, 0)
+
+
+async def test_case_e3_start_is_not_held_up_by_a_silent_encoder_and_ready_means_that_a_probe_was_answered(
+    deployment: Any, pictures: list[str]
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(16)  # takes connections, never answers
+        await deployment.start_router("--encoder-url", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert (await get(f"{deployment.base}/health")).status == 200
+        not_yet = await get(f"{deployment.admin}/readyz")
+        assert not_yet.status == 503
+        assert "none of its 1 workers is ready" in not_yet.body.decode()
+        _, url = await deployment.start_encoder()
+        await deployment.ready(url)
+        assert (await get(f"{deployment.admin}/readyz")).status == 200
+        async with MockLanguageServer(LanguageServerSettings((deployment.base,)), seed=1) as server:
+            await server.encode(pictures[:2])
 
 
 async def test_a_taken_port_is_told_with_the_name_of_the_setting(deployment: Any) -> None:

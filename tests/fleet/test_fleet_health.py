@@ -34,7 +34,7 @@ def trip(world, url: str, kind: str) -> None:
 # -- probes ----------------------------------------------------------------------------------------------------
 
 
-def test_case_a5_probes_are_rare_and_never_parallel(world):
+def test_case_e5_probes_are_rare_and_never_parallel(world):
     world.add_ready(A)
     world.probed.clear()
     world.run(100)
@@ -44,7 +44,7 @@ def test_case_a5_probes_are_rare_and_never_parallel(world):
     assert len(world.waiting) == 1
 
 
-def test_case_a5_no_probe_while_traffic_proves_life(world):
+def test_case_e5_no_probe_while_traffic_proves_life(world):
     world.add_ready(A)
     world.probed.clear()
     for _ in range(60):
@@ -68,7 +68,7 @@ def test_no_probe_while_heartbeats_come_but_a_failing_worker_is_asked_all_the_sa
     assert [url for _, url in world.probed] == [A]
 
 
-def test_case_a6_one_missed_probe_does_not_evict(world):
+def test_case_e6_one_missed_probe_does_not_evict(world):
     world.add_ready(A)
     for misses in (1, 2):
         world.health[A] = ProbeResult("status", "HTTP 503")
@@ -80,7 +80,7 @@ def test_case_a6_one_missed_probe_does_not_evict(world):
     assert world.fleet.get(A).misses == 0
 
 
-def test_case_a6_an_evicted_worker_is_probed_on_and_readmitted_by_one_answer(world):
+def test_case_e6_an_evicted_worker_is_probed_on_and_readmitted_by_one_answer(world):
     world.add_ready(A)
     world.health[A] = REFUSED
     world.run(30)
@@ -94,7 +94,7 @@ def test_case_a6_an_evicted_worker_is_probed_on_and_readmitted_by_one_answer(wor
     assert world.fleet.get(A).state is State.READY and world.pool.get(A).ready
 
 
-def test_case_a6_an_answered_request_counts_as_a_probe(world):
+def test_case_e6_an_answered_request_counts_as_a_probe(world):
     world.add_ready(A)
     ticket = send(world, A)
     world.health[A] = REFUSED
@@ -105,7 +105,7 @@ def test_case_a6_an_answered_request_counts_as_a_probe(world):
     assert world.fleet.get(A).state is State.READY and world.pool.get(A).ready
 
 
-def test_case_a7_a_good_health_route_does_not_clear_a_worker_whose_encodes_fail(world):
+def test_case_e7_a_good_health_route_does_not_clear_a_worker_whose_encodes_fail(world):
     world.add_ready(A, B, C)
     trip(world, A, "5xx")
     world.run(0.5)
@@ -121,7 +121,7 @@ def test_case_a7_a_good_health_route_does_not_clear_a_worker_whose_encodes_fail(
     assert trials <= 10, "windows of 1, 2, 4 ... 30 s in 120 s"
 
 
-def test_case_a7_and_a2_a_worker_whose_requests_stand_still_is_unhealthy_whatever_health_says(make_world):
+def test_case_e7_and_e2_a_worker_whose_requests_stand_still_is_unhealthy_whatever_health_says(make_world):
     world = make_world(stuck_after=300)
     world.add_ready(A, B)
     ticket = send(world, A)
@@ -169,7 +169,7 @@ def test_requests_that_come_and_go_without_success_are_not_stuck(make_world):
     assert world.fleet.get(A).state is State.UNHEALTHY
 
 
-def test_case_a8_probes_are_patient_and_one_at_a_time(world):
+def test_case_e8_probes_are_patient_and_one_at_a_time(world):
     world.hold_probes = True
     world.fleet.add(A)
     world.run(100)

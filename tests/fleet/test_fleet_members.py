@@ -75,7 +75,7 @@ def test_a_worker_belongs_to_one_pool(world):
         world.fleet.add(A, pool="other")
 
 
-def test_case_a15_repeated_registration_is_accepted(world):
+def test_case_e15_repeated_registration_is_accepted(world):
     world.fleet.register_url(A)
     world.run()
     for _ in range(30):

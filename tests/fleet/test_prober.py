@@ -172,7 +172,7 @@ async def test_case_b39_a_silent_worker_does_not_hold_up_the_others():
         assert fleet.get(silent).state is State.PROBING
 
 
-async def test_case_a8_a_probe_is_not_repeated_while_one_is_out():
+async def test_case_e8_a_probe_is_not_repeated_while_one_is_out():
     asked = 0
 
     async def handler(request: web.Request) -> web.Response:
