@@ -1,9 +1,11 @@
 """The decision API over gRPC: Selects a second of 32 clients, each on a connection of its own.
 
 A real `fullhit serve` with 16 workers in one process, with the settings it has by default (each decision leaves a log
-line); the 32 clients in another process, this one. Each client asks with two keys, waits for the answer, asks again:
-on its session, the way for a front end with much to ask, or with a call each. Slots are lent for a second and not
-released. CPU times of both sides stand beside it: on two cores they share, their sum is what bounds the rate.
+line); the 32 clients in another process, this one. Each client asks with two keys, waits for the answer, asks again: on
+its session, the way for a front end with much to ask, or with a call each. The clients are lean ones (`rpc_load`), so
+that the router is measured; the last rows show what is left with 32 clients of grpcio's Python library, which need
+nearly as much CPU as the router. Slots are lent for a second and not released. CPU times of both sides stand beside
+it: on two cores they share, their sum is what bounds the rate.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import random
 import tempfile
 import time
 import urllib.error
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -27,6 +29,7 @@ from typing import Any
 from fullhit.lab.processes import Child, Supervisor, fetch_json
 
 from . import Skip
+from .rpc_load import LeanClient
 from .table import Row
 
 __all__ = ["rows"]
@@ -65,12 +68,15 @@ def rows(args: argparse.Namespace) -> list[Row]:
         raise Skip("grpcio is not installed: pip install 'fullhit[grpc]'") from None
     seconds = QUICK_SECONDS if args.quick else SECONDS
     with asyncio.Runner(loop_factory=_loop()) as runner:
-        session, single = runner.run(_measure(args.rounds, seconds))
+        session, single, python = runner.run(_measure(args.rounds, seconds))
     what = f"gRPC, {CLIENTS} clients, {WORKERS} workers"
     out = [Row.at_least(f"{what}: Selects on sessions", median(f.rate for f in session), "/s", BUDGET, COMMAND)]
     out += _cpu(session)
     out.append(Row.at_least(f"{what}: Selects, a call each", median(f.rate for f in single), "/s", BUDGET, COMMAND))
-    return out + _cpu(single)
+    out += _cpu(single)
+    what += ", grpcio's own"
+    out.append(Row.info(f"{what}: Selects on sessions", median(f.rate for f in python), "/s", COMMAND))
+    return out + _cpu(python)
 
 
 def _cpu(figures: list[_Figure]) -> list[Row]:
@@ -88,14 +94,15 @@ def _loop() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-async def _measure(rounds: int, seconds: float) -> tuple[list[_Figure], list[_Figure]]:
+async def _measure(rounds: int, seconds: float) -> tuple[list[_Figure], list[_Figure], list[_Figure]]:
     async with _router() as (router, target):
-        session, single = [], []
+        session, single, python = [], [], []
         await _round(router, target, min(0.5, seconds), sessions=True)  # warm
         for _ in range(rounds):
             session.append(await _round(router, target, seconds, sessions=True))
             single.append(await _round(router, target, seconds, sessions=False))
-        return session, single
+            python.append(await _python_round(router, target, seconds))
+        return session, single, python
 
 
 @contextlib.asynccontextmanager
@@ -148,38 +155,62 @@ async def _usable(admin: str) -> int:
 
 
 async def _round(router: Child, target: str, seconds: float, *, sessions: bool) -> _Figure:
+    """Lean clients, so that the router is measured."""
+    from fullhit.rpc.v1 import router_pb2 as pb
+
+    answers = itertools.count()
+    questions = _questions()
+
+    def answered(data: bytes) -> None:
+        chosen = pb.SessionReply.FromString(data).selected if sessions else pb.SelectReply.FromString(data)
+        if not chosen.lease_id:
+            raise RuntimeError("an answer without a lease: the router has refused")
+        next(answers)
+
+    def question() -> bytes | None:
+        if time.monotonic() > ends:
+            return None
+        select = next(questions)
+        message = pb.SessionRequest(select=select) if sessions else select
+        return bytes(message.SerializeToString())
+
+    host, _, port = target.rpartition(":")
+    loop = asyncio.get_running_loop()
+    method = f"/fullhit.v1.Router/{'Session' if sessions else 'Select'}"
+    clients = [LeanClient(method, target, question, answered, session=sessions) for _ in range(CLIENTS)]
+    cpu, own, began = _cpu_seconds(router.pid), time.process_time(), time.monotonic()
+    ends = began + seconds
+    for client in clients:
+        await loop.create_connection(lambda client=client: client, host, int(port))  # type: ignore[misc]
+    await asyncio.gather(*(client.finished for client in clients))
+    took, cpu, own = time.monotonic() - began, _cpu_seconds(router.pid) - cpu, time.process_time() - own
+    done = next(answers)
+    return _Figure(done / took, cpu * 1e3 / done, own * 1e3 / done)
+
+
+async def _python_round(router: Child, target: str, seconds: float) -> _Figure:
+    """Sessions of grpcio's own client, as a front end in Python would have them."""
     import grpc
 
     from fullhit.rpc.v1 import router_pb2 as pb
     from fullhit.rpc.v1 import router_pb2_grpc
 
-    rng = random.Random(4)
-    keys = [rng.randbytes(16).hex() for _ in range(2_000)]
     channels = [
         grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) for _ in range(CLIENTS)
     ]
-    numbers = itertools.count(time.time_ns())
+    questions = _questions()
     done = 0
-
-    def question() -> Any:
-        return pb.SelectRequest(keys=rng.sample(keys, 2), request_id=f"{next(numbers)}", lease_seconds=1.0)
 
     async def client(channel: Any, ends: float) -> None:
         nonlocal done
-        stub = router_pb2_grpc.RouterStub(channel)  # type: ignore[no-untyped-call]
-        session = stub.Session() if sessions else None
+        session = router_pb2_grpc.RouterStub(channel).Session()  # type: ignore[no-untyped-call]
         try:
             while time.monotonic() < ends:
-                if session is None:
-                    chosen = await stub.Select(question())
-                else:
-                    await session.write(pb.SessionRequest(select=question()))
-                    chosen = (await session.read()).selected
-                assert chosen.lease_id
+                await session.write(pb.SessionRequest(select=next(questions)))
+                assert (await session.read()).selected.lease_id
                 done += 1
         finally:
-            if session is not None:
-                session.cancel()
+            session.cancel()
 
     try:
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
@@ -189,6 +220,15 @@ async def _round(router: Child, target: str, seconds: float, *, sessions: bool) 
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
     return _Figure(done / took, cpu * 1e3 / done, own * 1e3 / done)
+
+
+def _questions() -> Iterator[Any]:
+    from fullhit.rpc.v1 import router_pb2 as pb
+
+    rng = random.Random(4)
+    keys = [rng.randbytes(16).hex() for _ in range(2_000)]
+    for number in itertools.count(time.time_ns()):
+        yield pb.SelectRequest(keys=rng.sample(keys, 2), request_id=f"{number}", lease_seconds=1.0)
 
 
 def _cpu_seconds(pid: int) -> float:
