@@ -23,6 +23,8 @@ from fullhit.core.decision import Decision
 __all__ = ["Lease", "Leases", "TooManyLeases"]
 
 _SPARE_ENDS = 1_024
+_ID_CHARS = 16
+_IDS_AT_ONCE = 64
 
 
 class TooManyLeases(Exception):
@@ -55,6 +57,7 @@ class Leases:
         self._ends: list[tuple[float, str]] = []
         self._of_request: dict[tuple[str, str], str] = {}
         self._holders: dict[str, set[str]] = {}
+        self._entropy = ""
         self.expired = 0
 
     def __len__(self) -> int:
@@ -79,7 +82,7 @@ class Leases:
                 decision.ticket.release()
             raise TooManyLeases(f"{self._limit} leases are open; release finished ones")
         ends_at = self._clock() + (self.seconds if seconds is None else seconds)
-        lease = Lease(secrets.token_hex(8), pool, decision, ends_at, content)
+        lease = Lease(self._new_id(), pool, decision, ends_at, content)
         self._open[lease.id] = lease
         if len(self._ends) > 2 * len(self._open) + _SPARE_ENDS:
             self._ends = [(one.ends_at, one.id) for one in self._open.values()]
@@ -89,6 +92,14 @@ class Leases:
         if decision.request_id:
             self._of_request[pool, decision.request_id] = lease.id
         return lease
+
+    def _new_id(self) -> str:
+        """Not to be guessed: whoever knows it can give the slot back. Asking the kernel costs more than a choice, so
+        it is asked for many at once."""
+        if not self._entropy:
+            self._entropy = secrets.token_hex(_ID_CHARS // 2 * _IDS_AT_ONCE)
+        id, self._entropy = self._entropy[:_ID_CHARS], self._entropy[_ID_CHARS:]
+        return id
 
     def bind(self, lease: Lease, holder: set[str] | None) -> None:
         """The lease belongs to this holder from now on, a set of ids that is kept up to date; None: to nobody."""
