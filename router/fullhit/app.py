@@ -32,9 +32,8 @@ from fullhit.events.linked import LinkedIngest
 from fullhit.events.no_plane import NoPlane
 from fullhit.fleet import Fleet, HealthSupervisor
 from fullhit.http.admin import AdminContext, AdminSettings, build_admin_app, readiness
-from fullhit.http.encoder import EncoderGateway, sglang_error
-from fullhit.http.wire import HttpListener, UpstreamClient
 from fullhit.rpc import LinePlane, RpcMissing, load_server
+from fullhit.seats import Seat, make_seats
 from fullhit.telemetry import DecisionLines, Log, LogFormat, LoopLag, Metrics, Telemetry, bridge_logging
 from fullhit_publisher.dynamo_keys import require as require_keys
 from fullhit_publisher.wire import Heartbeat
@@ -46,6 +45,24 @@ __all__ = ["Router", "serve"]
 
 EMBEDDED_PORT = 4222
 """Where publishers look when nobody tells them otherwise."""
+
+_LISTENING = {"encoder_gateway": "data", "openai_front": "openai"}
+"""Names of the seats' addresses in the log line ``listening``."""
+_GAUGES = {
+    "encoder_gateway": (
+        ("queue_depth", "Requests waiting for a worker", "queued"),
+        ("queue_bytes", "Bytes of their bodies", "queued_bytes"),
+        ("open_calls", "Calls of the encoder gateway under way", "open_calls"),
+        ("parts", "Parts remembered by the encoder gateway", "parts"),
+    ),
+    "openai_front": (
+        ("front_queue_depth", "Requests of the OpenAI front waiting for a worker", "queued"),
+        ("front_queue_bytes", "Bytes of their bodies", "queued_bytes"),
+        ("front_open_calls", "Requests of the OpenAI front under way", "open_calls"),
+        ("front_frontends_up", "Dynamo frontends that are not failing", "frontends_up"),
+    ),
+}
+"""Gauges by seat: name, help, key of the seat's status."""
 
 
 class StartError(Exception):
@@ -92,25 +109,13 @@ class Router:
             self.pools,
             self.fleet,
             self.telemetry,
-            DecisionSettings(config.encoder_gateway.pool),
+            DecisionSettings(config.default_pool),
             clock=clock,
             dynamo={name: build.key_rules(pool.dynamo) for name, pool in config.pool.items() if pool.dynamo},
         )
         self.supervisor = HealthSupervisor(self.fleet, clock=clock)
-        self.client = UpstreamClient(build.upstream_limits(config.encoder_gateway))
-        home = config.encoder_gateway.pool
-        self.gateway = EncoderGateway(
-            self.pools[home],
-            self.client,
-            self.fleet.view(home),
-            build.gateway_settings(config.encoder_gateway),
-            self.telemetry,
-            clock,
-        )
-        self.fleet.oldest_inflight = self.gateway.oldest_inflight
-        self.listener = HttpListener(
-            self.gateway.handle, build.listener_limits(config), self._refused, error_format=sglang_error
-        )
+        self.seats: list[Seat] = make_seats(config, self.pools, self.fleet, self.telemetry, clock, self._refused)
+        self.fleet.oldest_inflight = self._oldest_inflight
         self.lag = LoopLag()
         self.nats: EmbeddedNats | None = None
         self.plane: EventPlane | None = None
@@ -119,7 +124,6 @@ class Router:
         self._admin: web.AppRunner | None = None
         self._context: AdminContext | None = None
         self._rpc: RpcServer | None = None
-        self._listening = False
         self._clock = clock
         self._add_gauges(metrics)
 
@@ -141,13 +145,13 @@ class Router:
         for dynamo in self.dynamo.values():
             await dynamo.start()
         await self.supervisor.start()
-        data = await self._listen_data()
+        heard = {seat.name: f"http://{await self._seat(seat)}" for seat in self.seats}
         admin = await self._listen_admin()
         rpc = await self._listen_rpc() if self.config.server.grpc_listen else None
         self.lag.start()
         self.log.event(
             "listening",
-            data=f"http://{data}",
+            **{_LISTENING[name]: address for name, address in heard.items()},
             admin=f"http://{admin}",
             **({"grpc": rpc} if rpc else {}),
             event_plane=self.plane.status().url or "none",
@@ -158,21 +162,10 @@ class Router:
     async def stop(self, drain: float) -> None:
         """Finish what runs for up to ``drain`` seconds, then end everything. Never raises."""
         self.draining = True
-        report = None
-        if self._listening:
-            report = await self.listener.drain(drain)
-            calm = await self.gateway.drain(max(0.0, drain) if report.cut == 0 else 0.0)
-            self.log.event(
-                "drained",
-                "info" if report.cut == 0 and calm else "warning",
-                running=report.running,
-                finished=report.finished,
-                cut=report.cut,
-            )
+        await asyncio.gather(*(self._drain(seat, drain) for seat in self.seats if seat.listening))
         for name, ending in (
-            ("listener", self.listener.close if self._listening else None),
+            *((seat.name, seat.close) for seat in self.seats),
             ("grpc", self._rpc.stop if self._rpc is not None else None),
-            ("upstream", self.client.close),
             ("health", self.supervisor.stop),
             *((f"dynamo {name}", dynamo.close) for name, dynamo in self.dynamo.items()),
             ("event plane", self.plane.close if self.plane is not None else None),
@@ -224,14 +217,22 @@ class Router:
             except (ImportError, ValueError) as error:
                 raise StartError(f"pool.{name}.dynamo: {error}") from None
 
-    async def _listen_data(self) -> str:
-        address = parse_address(self.config.server.listen, "server.listen")
+    async def _drain(self, seat: Seat, seconds: float) -> None:
+        report, calm = await seat.drain(seconds)
+        self.log.event(
+            "drained",
+            "info" if report.cut == 0 and calm else "warning",
+            seat=seat.name,
+            running=report.running,
+            finished=report.finished,
+            cut=report.cut,
+        )
+
+    async def _seat(self, seat: Seat) -> str:
         try:
-            host, port = await self.listener.start(address.host, address.port)
+            return await seat.start()
         except OSError as error:
-            raise StartError(f"cannot listen on {address} (server.listen): {error.strerror or error}") from None
-        self._listening = True
-        return str(address._replace(host=host, port=port))
+            raise StartError(f"cannot listen on {seat.address} ({seat.place}): {error.strerror or error}") from None
 
     async def _listen_admin(self) -> str:
         server = self.config.server
@@ -241,11 +242,13 @@ class Router:
             fleet=self.fleet,
             telemetry=self.telemetry,
             clock=self._clock,
-            settings=AdminSettings(key=server.admin_key, default_pool=self.config.encoder_gateway.pool),
+            settings=AdminSettings(key=server.admin_key, default_pool=self.config.default_pool),
             plane_status=self._plane_status,
             streams=self._streams,
-            oldest_inflight=self.gateway.oldest_inflight,
+            oldest_inflight=self._oldest_inflight,
             draining=lambda: self.draining,
+            seats=lambda: {seat.name: seat.status() for seat in self.seats},
+            concerns=lambda: [concern for seat in self.seats for concern in seat.concerns()],
             service=self.service,
         )
         self._context = context
@@ -299,6 +302,13 @@ class Router:
             for row in self.ingest.status()
         }
 
+    def _oldest_inflight(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for seat in self.seats:
+            for worker, age in seat.oldest_inflight().items():
+                found[worker] = max(age, found.get(worker, 0.0))
+        return found
+
     def _unknown_worker(self, pool: str, heartbeat: Heartbeat) -> None:
         self.fleet.discover(pool, heartbeat)
 
@@ -310,16 +320,23 @@ class Router:
             self.telemetry.count("rejected", cause=kind.removeprefix("refused_"))
 
     def _add_gauges(self, metrics: Metrics) -> None:
-        def gauge(name: str, help: str, key: str) -> None:
-            metrics.gauge(name, help, lambda: float(cast("int", self.gateway.status()[key])))
+        def gauge(seat: Seat, name: str, help: str, key: str) -> None:
+            metrics.gauge(name, help, lambda: float(seat.status()[key]))
 
-        gauge("queue_depth", "Requests waiting for a worker", "queued")
-        gauge("queue_bytes", "Bytes of their bodies", "queued_bytes")
-        gauge("open_calls", "Calls of the encoder gateway under way", "open_calls")
-        gauge("parts", "Parts remembered by the encoder gateway", "parts")
+        for seat in self.seats:
+            for name, help, key in _GAUGES[seat.name]:
+                gauge(seat, name, help, key)
         metrics.gauge("event_loop_lag_seconds", "Worst delay of the event loop lately", lambda: self.lag.worst)
-        metrics.gauge("connections", "Open client connections", lambda: float(len(self.listener.connections)))
-        metrics.gauge("upstream_connections", "Open connections to workers", lambda: self.client.open_connections)
+        metrics.gauge(
+            "connections",
+            "Open client connections",
+            lambda: float(sum(len(seat.listener.connections) for seat in self.seats)),
+        )
+        metrics.gauge(
+            "upstream_connections",
+            "Open connections to workers and frontends",
+            lambda: float(sum(seat.client.open_connections for seat in self.seats)),
+        )
         metrics.gauge("event_plane_up", "1 while the event plane is connected",
                       lambda: float(self.plane is not None and self.plane.status().connected))  # fmt: skip
 

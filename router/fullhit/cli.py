@@ -145,6 +145,14 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=[],
         help="an encoder known from the start; may be given several times [FULLHIT_ENCODER_URLS]",
     )
+    serve.add_argument(
+        "--dynamo-frontend",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="a Dynamo HTTP frontend behind --openai-listen (default http://127.0.0.1:8000); may be given several "
+        "times [FULLHIT_DYNAMO_FRONTENDS]",
+    )
     for setting in SETTINGS:
         serve.add_argument(
             setting.flag, metavar=setting.metavar, dest=setting.key, help=f"{setting.help} [{setting.env}]"
@@ -217,6 +225,7 @@ def _load(args: argparse.Namespace, path: str | None) -> Config:
         environ=os.environ,
         flags={key: value for key, value in flags.items() if value is not None},
         encoder_urls=getattr(args, "encoder_url", ()),
+        dynamo_frontends=getattr(args, "dynamo_frontend", ()),
         warn=warnings,
     )
     for warning in warnings:

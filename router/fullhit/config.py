@@ -35,6 +35,7 @@ from fullhit.config_tables import (
     FullHitConfig,
     HealthConfig,
     LogConfig,
+    OpenAIFrontConfig,
     PoolConfig,
     ServerConfig,
     Table,
@@ -53,6 +54,7 @@ __all__ = [
     "FullHitConfig",
     "HealthConfig",
     "LogConfig",
+    "OpenAIFrontConfig",
     "PoolConfig",
     "ServerConfig",
     "Setting",
@@ -84,6 +86,9 @@ SETTINGS: tuple[Setting, ...] = (
             "where the decision API answers over gRPC (default off; needs the extra fullhit[grpc])"),
     Setting("--grpc-key-file", "FULLHIT_GRPC_KEY_FILE", "server.grpc_key_file", "FILE",
             "file with the key that gRPC calls must carry as a bearer token; needed off loopback"),
+    Setting("--openai-listen", "FULLHIT_OPENAI_LISTEN", "openai_front.listen", "HOST:PORT",
+            "where OpenAI clients of a Dynamo deployment reach the router (default off; 127.0.0.1:8783 with a table "
+            "[openai_front])"),
     Setting("--event-plane", "FULLHIT_EVENT_PLANE", "events.plane", "PLANE",
             "embedded[:PORT] (a NATS server started and stopped with the router, port 4222 unless given, 0 = any), "
             "nats://HOST:PORT[,HOST:PORT], tls://..., or none (default embedded)"),
@@ -104,10 +109,11 @@ SETTINGS: tuple[Setting, ...] = (
 )  # fmt: skip
 
 ENCODER_URLS_ENV = "FULLHIT_ENCODER_URLS"
+FRONTENDS_ENV = "FULLHIT_DYNAMO_FRONTENDS"
 CONFIG_ENV = "FULLHIT_CONFIG"
 ADMIN_KEY_ENV = "FULLHIT_ADMIN_KEY"
 GRPC_KEY_ENV = "FULLHIT_GRPC_KEY"
-_OTHER_ENV = frozenset({ENCODER_URLS_ENV, CONFIG_ENV, ADMIN_KEY_ENV, GRPC_KEY_ENV, "FULLHIT_ADMIN_URL"})
+_OTHER_ENV = frozenset({ENCODER_URLS_ENV, FRONTENDS_ENV, CONFIG_ENV, ADMIN_KEY_ENV, GRPC_KEY_ENV, "FULLHIT_ADMIN_URL"})
 """FULLHIT_ names that are read elsewhere; any other unknown one is reported as a likely spelling mistake."""
 
 
@@ -129,6 +135,7 @@ def load_config(
     environ: Mapping[str, str],
     flags: Mapping[str, str] | None = None,
     encoder_urls: Sequence[str] = (),
+    dynamo_frontends: Sequence[str] = (),
     warn: list[str] | None = None,
 ) -> Config:
     """Read, merge and check everything. Raises `ConfigError`; remarks that stop nothing are appended to ``warn``."""
@@ -143,6 +150,9 @@ def load_config(
             ratio_set = ratio_set or setting.key == "pool.default.ratio"
     _merge_urls(tree, environ.get(ENCODER_URLS_ENV, "").replace(",", " ").split())
     _merge_urls(tree, encoder_urls)
+    frontends = list(dynamo_frontends) or environ.get(FRONTENDS_ENV, "").replace(",", " ").split()
+    if frontends:
+        _put(tree, "openai_front.frontends", frontends)
     if environ.get(ADMIN_KEY_ENV):
         _put(tree, "server.admin_key", environ[ADMIN_KEY_ENV])
     if environ.get(GRPC_KEY_ENV):
@@ -290,14 +300,12 @@ def _check(config: Config) -> None:
         if pool.dynamo is not None:
             _check_dynamo(pool.dynamo, f"pool.{name}.dynamo", config.events.plane)
     gateway = config.encoder_gateway
-    if gateway.pool not in config.pool:
-        raise ConfigError(f"there is no pool {gateway.pool!r}", "encoder_gateway.pool")
-    if config.pool[gateway.pool].dynamo is not None:
-        raise ConfigError(
-            f"pool {gateway.pool!r} has Dynamo workers, which have no /encode to call; name another pool "
-            "(an empty [pool.default] will do)",
-            "encoder_gateway.pool",
-        )
+    if gateway.enabled:
+        _check_home(config)
+    if config.openai_front is not None:
+        _check_front(config, config.openai_front)
+    elif not gateway.enabled:
+        _check_some_use(config)
     _one_of(gateway.bad_image, ("auto", "reject", "substitute", "pass"), "encoder_gateway.bad_image")
     if not 0 <= gateway.aliases <= 1_024:
         raise ConfigError("must be between 0 and 1024", "encoder_gateway.aliases")
@@ -314,6 +322,72 @@ def _check(config: Config) -> None:
     _one_of(config.log.level, ("debug", "info", "warning", "error"), "log.level")
     _one_of(config.log.format, ("auto", "json", "text"), "log.format")
     _one_of(config.log.decisions, ("all", "errors", "off"), "log.decisions")
+
+
+def _check_home(config: Config) -> None:
+    """The encoder gateway's pool."""
+    name = config.encoder_gateway.pool
+    if name not in config.pool:
+        raise ConfigError(
+            f"there is no pool {name!r}; without SGLang encoders set encoder_gateway.enabled = false",
+            "encoder_gateway.pool",
+        )
+    if config.pool[name].dynamo is not None:
+        raise ConfigError(
+            f"pool {name!r} has Dynamo workers, which have no /encode to call; name another pool, or set "
+            "encoder_gateway.enabled = false",
+            "encoder_gateway.pool",
+        )
+
+
+def _check_some_use(config: Config) -> None:
+    """Without a seat there must be workers for the decision API to choose from."""
+    events = config.events
+    found = events.discover and events.plane != "none"
+    if found or config.server.grpc_listen or any(pool.workers or pool.dynamo for pool in config.pool.values()):
+        return
+    raise ConfigError(
+        "the gateway is off, there is no [openai_front], and no pool can come by workers for the decision API to "
+        "choose from; set one of these up",
+        "encoder_gateway.enabled",
+    )
+
+
+def _check_front(config: Config, front: OpenAIFrontConfig) -> None:
+    key = "openai_front"
+    _one_of(front.mode, ("dynamo",), f"{key}.mode")
+    address = parse_address(front.listen, f"{key}.listen")
+    server = config.server
+    others = {"server.admin_listen": server.admin_listen}
+    if config.encoder_gateway.enabled:
+        others["server.listen"] = server.listen
+    for name, other in others.items():
+        if address.port and address == parse_address(other, name):
+            raise ConfigError(f"{address} is the address of {name}; give it a port of its own", f"{key}.listen")
+    dynamo = [name for name, pool in config.pool.items() if pool.dynamo is not None]
+    if not front.pool:
+        if len(dynamo) != 1:
+            raise ConfigError(
+                f"name the pool; those of Dynamo workers are: {', '.join(dynamo) or 'none'}", f"{key}.pool"
+            )
+        front.pool = dynamo[0]
+    for setting, name in (("pool", front.pool), ("prefill_pool", front.prefill_pool)):
+        if name and name not in dynamo:
+            why = "has no Dynamo workers" if name in config.pool else "does not exist"
+            raise ConfigError(f"pool {name!r} {why}; it needs a table [pool.{name}.dynamo]", f"{key}.{setting}")
+    if front.prefill_pool == front.pool:
+        raise ConfigError("must be another pool than openai_front.pool", f"{key}.prefill_pool")
+    if not front.frontends:
+        raise ConfigError("at least one is needed", f"{key}.frontends")
+    for place, url in enumerate(front.frontends):
+        try:
+            front.frontends[place] = normalize_url(url)
+        except ValueError as error:
+            raise ConfigError(str(error).replace("worker URL", "URL"), f"{key}.frontends.{place}") from None
+    if len(set(front.frontends)) != len(front.frontends):
+        raise ConfigError("one is listed twice", f"{key}.frontends")
+    _positive(front, key, ("connect_timeout", "first_byte_timeout", "idle_timeout", "max_attempts", "queue_max",
+                           "queue_max_bytes", "queue_timeout"))  # fmt: skip
 
 
 def _key_from(path: str, key: str) -> str:
@@ -390,6 +464,7 @@ def _check_pool(name: str, pool: PoolConfig, homes: dict[str, str]) -> None:
     _one_of(pool.role, ("encode",), f"{key}.role")
     _one_of(pool.policy, POLICIES, f"{key}.policy")
     _one_of(pool.parity, ("none", "dynamo"), f"{key}.parity")
+    _one_of(pool.load_until, ("first_token", "end"), f"{key}.load_until")
     if pool.parity == "dynamo" and pool.device_ratios:
         raise ConfigError('must be left out with parity = "dynamo"', f"{key}.device_ratios")
     if pool.dynamo is not None and pool.workers:

@@ -23,6 +23,7 @@ __all__ = [
     "FullHitConfig",
     "HealthConfig",
     "LogConfig",
+    "OpenAIFrontConfig",
     "PoolConfig",
     "ServerConfig",
     "Table",
@@ -161,6 +162,7 @@ class PoolConfig(Table):
     max_keys: int = 20_000_000
     max_keys_per_worker: int = 2_000_000
     max_workers: int = 4_096
+    load_until: str = "first_token"
     workers: list[WorkerConfig | str] = msgspec.field(default_factory=list)
     dynamo: DynamoConfig | None = None
 
@@ -168,6 +170,7 @@ class PoolConfig(Table):
 class EncoderGatewayConfig(Table):
     """The seat in front of SGLang encoders. ``aliases`` = how many ``/vN`` prefixes are served."""
 
+    enabled: bool = True
     pool: str = "default"
     aliases: int = 16
     queue_max: int = 4_096
@@ -184,6 +187,24 @@ class EncoderGatewayConfig(Table):
     verify_media: bool = True
     upstream_idle_timeout: float = 3.0
     upstream_max_connections: int = 4_096
+
+
+class OpenAIFrontConfig(Table):
+    """The seat in front of Dynamo's HTTP frontends. Without ``pool`` the only Dynamo pool; no ``models`` = all."""
+
+    mode: str = "dynamo"
+    listen: str = "127.0.0.1:8783"
+    pool: str = ""
+    prefill_pool: str = ""
+    frontends: list[str] = msgspec.field(default_factory=lambda: ["http://127.0.0.1:8000"])
+    models: list[str] = msgspec.field(default_factory=list)
+    connect_timeout: float = 2.0
+    first_byte_timeout: float = 1_800.0
+    idle_timeout: float = 600.0
+    max_attempts: int = 3
+    queue_max: int = 4_096
+    queue_max_bytes: int = 2 * GIB
+    queue_timeout: float = 60.0
 
 
 class HealthConfig(Table):
@@ -212,5 +233,16 @@ class Config(Table):
     events: EventsConfig = msgspec.field(default_factory=EventsConfig)
     pool: dict[str, PoolConfig] = msgspec.field(default_factory=lambda: {"default": PoolConfig()})
     encoder_gateway: EncoderGatewayConfig = msgspec.field(default_factory=EncoderGatewayConfig)
+    openai_front: OpenAIFrontConfig | None = None
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
+
+    @property
+    def default_pool(self) -> str:
+        """The pool meant where nobody names one: the encoder gateway's, else the front's, else the only one; empty when
+        there is none of these."""
+        if self.encoder_gateway.enabled:
+            return self.encoder_gateway.pool
+        if self.openai_front is not None:
+            return self.openai_front.pool
+        return next(iter(self.pool)) if len(self.pool) == 1 else ""

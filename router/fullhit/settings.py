@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from fullhit.config import Config, ConfigError, DynamoConfig, EncoderGatewayConfig, PoolConfig
+from fullhit.config import Config, ConfigError, DynamoConfig, EncoderGatewayConfig, OpenAIFrontConfig, PoolConfig
 from fullhit.core import DeviceClass, PoolSettings
 from fullhit.dynamo import DynamoOptions
 from fullhit.events import IngestSettings, NatsSettings, StreamSettings
@@ -13,6 +13,7 @@ from fullhit.events.dynamo_scope import DynamoScope
 from fullhit.fleet import FleetSettings
 from fullhit.http.encoder import GatewaySettings, PartLimits
 from fullhit.http.encoder.settings import BadImage
+from fullhit.http.openai import FrontSettings, LoadUntil
 from fullhit.http.wire import ListenerLimits, UpstreamLimits
 from fullhit.rpc.settings import RpcSettings
 from fullhit_publisher.dynamo_keys import KeyRules
@@ -21,6 +22,8 @@ from fullhit_publisher.wire import Limits
 __all__ = [
     "dynamo_options",
     "fleet_settings",
+    "front_settings",
+    "front_upstream_limits",
     "gateway_settings",
     "ingest_settings",
     "key_rules",
@@ -67,7 +70,7 @@ def fleet_settings(config: Config) -> FleetSettings:
         forget_after=health.forget_after,
         path=health.path,
         discover=config.events.discover,
-        default_pool=config.encoder_gateway.pool,
+        default_pool=config.default_pool,
         max_inflight={name: pool.max_inflight for name, pool in config.pool.items() if pool.max_inflight},
     )
 
@@ -152,6 +155,27 @@ def gateway_settings(gateway: EncoderGatewayConfig) -> GatewaySettings:
         verify_media=gateway.verify_media,
         parts=PartLimits(max_parts=gateway.max_parts),
     )
+
+
+def front_settings(front: OpenAIFrontConfig, pool: PoolConfig) -> FrontSettings:
+    """`OpenAIFront`."""
+    return FrontSettings(
+        frontends=tuple(front.frontends),
+        models=frozenset(front.models),
+        load_until=cast("LoadUntil", pool.load_until),  # checked by `load_config`
+        connect_timeout=front.connect_timeout,
+        first_byte_timeout=front.first_byte_timeout,
+        idle_timeout=front.idle_timeout,
+        max_attempts=front.max_attempts,
+        queue_max=front.queue_max,
+        queue_max_bytes=front.queue_max_bytes,
+        queue_timeout=front.queue_timeout,
+    )
+
+
+def front_upstream_limits() -> UpstreamLimits:
+    """Connections to Dynamo's frontends, of which a few carry everything."""
+    return UpstreamLimits(max_connections=16_384, max_idle=1_024, idle_timeout=15.0)
 
 
 def rpc_settings(config: Config) -> RpcSettings:

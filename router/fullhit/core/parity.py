@@ -159,6 +159,10 @@ class ParityPool(Pool):
             del loads[ticket.worker.id]
         super().give_back(ticket)
 
+    def encoding_over(self, ticket: Ticket) -> bool:
+        """Nothing changes: the reference counts a request until its answer has ended."""
+        return False
+
 
 def make_pool(
     name: str,

@@ -158,6 +158,15 @@ class Pool(Roster):
         else:
             self._review(worker)
 
+    def encoding_over(self, ticket: Ticket) -> bool:
+        """For `Ticket.encoded` alone, which calls it for one that encodes and is not released."""
+        ticket.encoding = False
+        worker = ticket.worker
+        worker.encoding -= 1
+        if worker.group is not None:
+            worker.group.encoding -= 1
+        return True
+
     def _refusal(self, request: SelectRequest) -> NoEligibleWorker:
         workers = self._workers.values()
         kind: NoEligibleKind

@@ -113,6 +113,7 @@ class Worker:
 
 class TicketOwner(Protocol):
     def give_back(self, ticket: Ticket) -> None: ...
+    def encoding_over(self, ticket: Ticket) -> bool: ...
 
 
 class Ticket:
@@ -143,6 +144,12 @@ class Ticket:
         self._owner = None
         owner.give_back(self)
         return True
+
+    def encoded(self) -> bool:
+        """The encoder's own work is done, though the request goes on: it keeps its slot, but counts no longer as one
+        that encodes. True when that changed anything: not after the first time, a release, or a hit."""
+        owner = self._owner
+        return owner is not None and self.encoding and owner.encoding_over(self)
 
     def __enter__(self) -> Ticket:
         return self

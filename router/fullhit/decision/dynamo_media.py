@@ -6,7 +6,7 @@ One item may have several keys of which any will do; the first stands in ``keys`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +16,7 @@ from fullhit_publisher import dynamo_keys
 from fullhit_publisher.dynamo_keys import KeyRules, MediaKeys
 from fullhit_publisher.keys import Key, fold
 
-__all__ = ["DynamoMedia", "read_dynamo_media"]
+__all__ = ["DynamoMedia", "fold_media", "read_dynamo_media"]
 
 _decode = msgspec.json.Decoder().decode
 
@@ -41,15 +41,21 @@ def read_dynamo_media(
     limit: int = 10_000,
 ) -> DynamoMedia:
     """Everything a caller named, as one. Raises `MediaError`, also for more than ``limit`` keys and items."""
+    media = fold_media(_named(rules, items, modality, encode_body, chat_body), keys)
+    if media.items > limit:
+        raise MediaError(f"more than {limit} keys and items")
+    return media
+
+
+def fold_media(media: Iterable[MediaKeys], keys: Sequence[str] = ()) -> DynamoMedia:
+    """What the extractors found, and further ``keys``, as the index knows them."""
     found: dict[Key, tuple[Key, ...]] = {fold(text): () for text in keys}
     count, unkeyed = len(keys), 0
-    for named in _named(rules, items, modality, encode_body, chat_body):
+    for named in media:
         count += len(named.items)
         unkeyed += named.unkeyed
         for first, *others in named.distinct:
             found.setdefault(fold(first), tuple(map(fold, others)))
-    if count > limit:
-        raise MediaError(f"more than {limit} keys and items")
     alternatives = tuple(found.values()) if any(found.values()) else ()
     return DynamoMedia(tuple(found), alternatives, count, unkeyed)
 

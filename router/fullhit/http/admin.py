@@ -177,6 +177,7 @@ def readiness(context: AdminContext) -> dict[str, Any]:
             reasons.append(f"pool {name}: Dynamo's event plane: " + (dynamo["plane"]["error"] or "not connected"))
         if dynamo["discovery_error"]:
             reasons.append(f"pool {name}: Dynamo's discovery: {dynamo['discovery_error']}")
+    reasons.extend(context.concerns())
     leaving = context.draining()
     if leaving:
         reasons.insert(0, "the router is draining")
@@ -188,6 +189,7 @@ def readiness(context: AdminContext) -> dict[str, Any]:
         "reasons": reasons,
         "pools": pools,
         "event_plane": plane,
+        "seats": dict(context.seats()),
         "uptime_seconds": round(context.clock() - context.started_at, 3),
     }
 

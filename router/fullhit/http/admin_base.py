@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -37,7 +37,8 @@ class AdminContext:
 
     ``plane_status``: JSON-ready facts about the event plane; ``connected`` False makes the router degraded, ``error``
     says why. ``streams``: the same for each worker's stream, by (pool, worker id). ``oldest_inflight``: age in seconds
-    of each worker's oldest request. ``draining``: whether the router is about to leave. ``service``: who chooses for
+    of each worker's oldest request. ``draining``: whether the router is about to leave. ``seats``:
+    JSON-ready facts about each seat, ``concerns``: what is amiss with them. ``service``: who chooses for
     callers outside; made from the rest unless one is shared with another listener.
     """
 
@@ -50,6 +51,8 @@ class AdminContext:
     streams: Callable[[], Mapping[tuple[str, str], object]] = dict
     oldest_inflight: Callable[[], Mapping[str, float]] = dict
     draining: Callable[[], bool] = lambda: False
+    seats: Callable[[], Mapping[str, Any]] = dict
+    concerns: Callable[[], Sequence[str]] = list
     service: DecisionService = None  # type: ignore[assignment]  # set below
     started_at: float = field(init=False)
 

@@ -200,6 +200,7 @@ class Readiness(msgspec.Struct):
     reasons: list[str]
     pools: dict[str, dict[str, int]]
     event_plane: dict[str, Any]
+    seats: dict[str, dict[str, Any]]
     uptime_seconds: float
 
 

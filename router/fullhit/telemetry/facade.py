@@ -82,14 +82,9 @@ class Telemetry:
 
         ``code`` (status), ``ms`` and ``error`` are the usual fields of ``outcome``.
         """
-        pool = decision.pool
-        key = (pool, decision.id)
-        known = self._outcomes.get(key)
+        known = self._outcomes.get((decision.pool, decision.id))
         if known is None:
-            self._log_of(pool).add(decision)
-            self._outcomes[key] = outcome
-            if len(self._outcomes) > self._kept * max(1, len(self._logs)):
-                self._outcomes.popitem(last=False)
+            self.remember(decision, **outcome)
         else:
             known.update(outcome)
         if self._decisions == "off" or not self.log.enabled("info"):
@@ -98,6 +93,15 @@ class Telemetry:
         failed = "error" in outcome or (isinstance(code, int) and code >= 400)
         if failed or self._decisions == "all":
             self.log.write("decision", "warning" if failed else "info", _line(decision) | outcome)
+
+    def remember(self, decision: Decision, **outcome: object) -> None:
+        """Keep a decision now; its line comes when `decision` tells how it ended."""
+        key = (decision.pool, decision.id)
+        if key not in self._outcomes:
+            self._log_of(decision.pool).add(decision)
+            self._outcomes[key] = outcome
+            if len(self._outcomes) > self._kept * max(1, len(self._logs)):
+                self._outcomes.popitem(last=False)
 
     def promised(self, pool: str, worker: str, keys: Sequence[Key]) -> bool:
         """Whether a kept decision sent a request to the worker as a full hit on one of these keys."""

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from fullhit.core.decision import Decision
 from fullhit.core.types import SelectRequest
+from fullhit.http.waiting import WaitedTooLong, WaitingRoom, WaitingRoomFull
 from fullhit.http.wire import Request, Responder, Timeouts, UpstreamError, header_block
 
 from .calls import Call, InFlight, LivePart
@@ -29,7 +30,6 @@ from .peers import address_of, is_loopback, is_wildcard
 from .replies import Refusal, message_in, request_id_line, request_id_of
 from .shared import Shared
 from .upstream import Answer, Failure, answer_of, failure_of, is_listening, refusal_of, with_id
-from .waiting import WaitedTooLong, WaitingRoom, WaitingRoomFull
 
 __all__ = ["EncodeRoute"]
 

@@ -12,6 +12,7 @@ own `write_timeout` decides how long that may last.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .chunks import ChunkError, ChunkScanner
@@ -41,6 +42,7 @@ class UpstreamResponse(Feeder):
     _payload: bytearray | None = None
     _limit = -1
     _reading_paused = False
+    _on_body: Callable[[bytes], bool] | None = None
 
     def __init__(self, conn: UpstreamConnection, head: ResponseHead, read_ahead: int) -> None:
         self.head = head
@@ -107,9 +109,22 @@ class UpstreamResponse(Feeder):
 
     # --- relayed
 
-    async def relay(self, responder: Responder, extra_headers: Headers = ()) -> None:
+    async def peek(self) -> bytes:
+        """Wait for the beginning of the body and return what has arrived of it, chunk framing included; empty when
+        there is none. It stays where it is, for `read` or `relay`. Raises what ended the connection before it.
+        """
+        if not self._held:
+            await self._until_over(arrival=True)
+        if self._error is not None and not self._held:
+            raise self._error
+        return b"".join(self._held)
+
+    async def relay(
+        self, responder: Responder, extra_headers: Headers = (), on_body: Callable[[bytes], bool] | None = None
+    ) -> None:
         """Answer the client with this: status, end-to-end headers plus `extra_headers`, body.
 
+        `on_body` is shown each piece of the body as it came, chunk framing included, until it returns True.
         Raises what ended the upstream connection early (the client's connection has then been aborted, if a
         byte of the answer had left; `responder.started` tells). When cancelled, the upstream is closed.
         """
@@ -138,11 +153,14 @@ class UpstreamResponse(Feeder):
             line = status_line(head.status, head.reason)
             start = b"%b%b%b%b\r\n" % (line, block, responder.connection_line(), framing)
             if self._over and self._error is None:
+                if on_body is not None:
+                    on_body(b"".join(self._held))
                 self._held.insert(0, start)
                 responder.pass_whole(b"".join(self._held), head.status)
                 self._held.clear()
                 return
             responder.start_passing(start, head.status)
+        self._on_body = on_body
         self._responder = responder
         self._client_conn = responder.connection
         if self._client_conn is not None:
@@ -193,13 +211,18 @@ class UpstreamResponse(Feeder):
         """Bytes of the body, chunk framing included."""
         responder = self._responder
         if responder is not None and self._convert is None:
+            piece = bytes(view[start:end])
             if self.head.content_length >= 0 or self.head.chunked:
-                responder.raw(bytes(view[start:end]))
+                responder.raw(piece)
             else:
-                responder.write_some(bytes(view[start:end]))
+                responder.write_some(piece)
+            if self._on_body is not None:
+                self._show(piece)
         elif self._responder is None and self._payload is None:
             self._held.append(bytes(view[start:end]))
             self._bytes += end - start
+            if self._waiter is not None:
+                self._wake()  # of `peek`
             if self._bytes > self._read_ahead:
                 self._pause()
         else:
@@ -244,6 +267,8 @@ class UpstreamResponse(Feeder):
         if self._responder is not None:
             self._responder.write_some(bytes(payload))
             payload.clear()
+            if self._on_body is not None:
+                self._show(bytes(view[start:end]))
         elif len(payload) > self._limit:
             error_ = BadReply(f"reply larger than {self._limit} bytes", origin=str(self.origin))
             conn = self._conn
@@ -259,7 +284,12 @@ class UpstreamResponse(Feeder):
             self.feed(memoryview(piece), 0, len(piece))
         self._resume()
 
-    async def _until_over(self) -> None:
+    def _show(self, piece: bytes) -> None:
+        if self._on_body is not None and self._on_body(piece):
+            self._on_body = None
+
+    async def _until_over(self, *, arrival: bool = False) -> None:
+        """Wait for the end; or, by `arrival`, for whatever comes first."""
         if not self._over:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -267,7 +297,7 @@ class UpstreamResponse(Feeder):
             except asyncio.CancelledError:
                 self.close()
                 raise
-        if self._error is not None:
+        if self._error is not None and not arrival:
             raise self._error
 
     def _wake(self) -> None:

@@ -1,8 +1,8 @@
-"""The room in which ``/encode`` calls wait for an encoder.
+"""The room in which requests wait for a worker.
 
-Waiting is better than refusing: the language server behind a refused call of SGLang 0.5.23 may not survive it,
-and an encoder that restarts, or has a free slot again, is usually there within seconds. So a call waits, first
-come first served, bounded in number, bytes and time.
+Waiting is better than refusing: a worker that restarts, or has a free slot again, is usually there within seconds, and
+not every client survives a refusal (the language server behind a refused ``/encode`` of SGLang 0.5.23 may not). So a
+call waits, first come first served, bounded in number, bytes and time.
 
 One rule decides, `_pump`: walk the queue from its head and let the pool select for each, until the pool has
 nobody left. The choice is made for the waiting call and handed over with the slot already taken, so a woken task
@@ -33,7 +33,12 @@ class WaitingRoomFull(Exception):
 
 
 class WaitedTooLong(Exception):
-    """No encoder took the call in time; answer 503. The cause is the pool's last NoEligibleWorker."""
+    """No worker took the call in time; answer 503. ``kind`` is that of the pool's last NoEligibleWorker, empty when
+    workers are there but all of them are excluded."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +115,7 @@ class WaitingRoom:
         reason = found
         if len(self._queue) >= self._max_calls or (self._queue and self._bytes + size > self._max_bytes):
             raise WaitingRoomFull(
-                f"{len(self._queue)} requests ({self._bytes >> 20} MiB) are waiting for an encoder already"
+                f"{len(self._queue)} requests ({self._bytes >> 20} MiB) are waiting for a worker already"
             ) from reason
         call = _Call(request, size, not_before, self._loop.create_future())
         self._queue[call] = None
@@ -122,7 +127,7 @@ class WaitingRoom:
         except TimeoutError:
             if call.chosen.done() and not call.chosen.cancelled():
                 return call.chosen.result()  # Chosen in the very moment of the time limit.
-            raise WaitedTooLong(self._why(request)) from reason
+            raise self._too_long(request) from reason
         except asyncio.CancelledError:
             self._give_back(call)
             raise
@@ -142,13 +147,13 @@ class WaitingRoom:
             self._on_select(self._pool.name, time.perf_counter() - started)
         return decision
 
-    def _why(self, request: SelectRequest) -> str:
+    def _too_long(self, request: SelectRequest) -> WaitedTooLong:
         probe = SelectRequest(keys=request.keys, items=request.items, dry_run=True)
         try:
             self._pool.select(probe)
         except NoEligibleWorker as error:
-            return str(error)
-        return "encoders are ready but turned this request away"
+            return WaitedTooLong(str(error), error.kind)
+        return WaitedTooLong("workers are ready but turned this request away")
 
     def _give_back(self, call: _Call) -> None:
         """The caller left in the very moment in which a worker was chosen for it."""
