@@ -9,6 +9,7 @@ Nothing here imports the router, and only the NATS transport imports a NATS clie
 
 from .args import add_cli_args, from_args
 from .cache import EmbeddingCache, PutResult
+from .dynamo import DynamoTarget
 from .identity import device_name, normalize_url, worker_id_for
 from .keys import Key, fold, item_key, key_text, text_key
 from .publisher import EmbeddingCachePublisher
@@ -20,6 +21,7 @@ from .wire import WireError
 __all__ = [
     "CacheStats",
     "Counters",
+    "DynamoTarget",
     "EmbeddingCache",
     "EmbeddingCachePublisher",
     "Key",

@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from .cache import EmbeddingCache
+from .dynamo import DynamoTarget
 from .publisher import EmbeddingCachePublisher
 
 __all__ = ["add_cli_args", "from_args"]
@@ -65,7 +66,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 def from_args(
     args: argparse.Namespace,
     *,
-    url: str,
+    url: str = "",
+    dynamo: DynamoTarget | None = None,
     device: object = "cuda",
     pool: str = "default",
     size_of: Any = None,
@@ -73,8 +75,9 @@ def from_args(
     """The cache and the publisher that the arguments ask for, attached to each other; the publisher is not
     started.
 
-    ``url`` is where routers reach this encoder, ``device`` what it computes on, ``pool`` the name its
-    routers know. Raises ValueError for a publisher without a cache, and for a malformed URL.
+    ``url`` is where routers reach this encoder, or ``dynamo`` what it is in a Dynamo deployment; ``device`` what it
+    computes on, ``pool`` the name its routers know. Raises ValueError for a publisher without a cache, and for a
+    malformed URL.
     """
     capacity = int(args.multimodal_embedding_cache_capacity_gb * _BYTES_PER_GB)
     cache: EmbeddingCache[Any] | None = EmbeddingCache(capacity, size_of=size_of) if capacity > 0 else None
@@ -86,7 +89,12 @@ def from_args(
             f"set --multimodal-embedding-cache-capacity-gb (or {_CAPACITY_ENV}) above 0"
         )
     publisher = EmbeddingCachePublisher(
-        url, pool=pool, event_plane=args.event_plane, device=device, credentials=args.event_plane_credentials
+        url,
+        dynamo=dynamo,
+        pool=pool,
+        event_plane=args.event_plane,
+        device=device,
+        credentials=args.event_plane_credentials,
     )
     return cache, publisher.attach(cache)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .cache import EmbeddingCache
+from .dynamo import DynamoTarget
 from .identity import device_name, normalize_url, worker_id_for
 from .sender import Counters, PublisherOptions, Sender
 from .state import CacheStats, PublisherState
@@ -53,13 +54,17 @@ class EmbeddingCachePublisher:
     NATS; ``transport`` replaces all three. ``device`` is ``cuda``, ``cpu`` and the like, or a
     ``torch.device``. ``heartbeat_interval`` in seconds.
 
+    ``dynamo`` instead of ``url``: the encoder is this worker of a Dynamo deployment; Dynamo's own front ends are told
+    as well, over the same NATS servers, and ``pool`` is the router's pool of that deployment.
+
     Raises ValueError for a malformed URL, device, pool or option, never because a server is away.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str = "",
         *,
+        dynamo: DynamoTarget | None = None,
         pool: str = "default",
         event_plane: str = "nats://127.0.0.1:4222",
         device: object = "cuda",
@@ -75,8 +80,11 @@ class EmbeddingCachePublisher:
             raise ValueError("heartbeat_interval must be between 0.01 and 3600 seconds")
         if not pool or len(pool) > 128:
             raise ValueError("pool must have a name of at most 128 characters")
+        if bool(url) is (dynamo is not None):
+            raise ValueError("a worker is known by its url, or by what it is in a Dynamo deployment: give one of both")
         self._options = options or PublisherOptions()
-        self._url = normalize_url(url)
+        self._dynamo = dynamo
+        self._url = normalize_url(url) if dynamo is None else dynamo.name
         self._transport = transport or NatsTransport(event_plane, credentials=credentials, tls=tls)
         self._interval = heartbeat_interval
         self._rng = rng
@@ -108,6 +116,7 @@ class EmbeddingCachePublisher:
 
     @property
     def url(self) -> str:
+        """The worker's name: its normalised URL, or ``dynamo:INSTANCE``."""
         return self._url
 
     @property
@@ -246,6 +255,7 @@ class EmbeddingCachePublisher:
             heartbeat_interval=self._interval,
             collect_stats=self._collect_stats,
             rng=self._rng,
+            dynamo=self._dynamo,
         )
         with self._lock:
             self._loop = asyncio.get_running_loop()

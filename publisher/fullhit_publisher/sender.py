@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .dynamo import DynamoBook, DynamoTarget, portions
 from .state import CacheStats, PublisherState
 from .transports.base import Connection, Transport, TransportError
 from .wire import (
@@ -29,6 +30,7 @@ from .wire import (
     Heartbeat,
     Snapshot,
     SnapshotRequest,
+    Update,
     WireError,
     decode_envelope,
     decode_message,
@@ -109,6 +111,10 @@ class Counters:
     """Snapshot requests that were malformed or meant for another worker."""
     requests_dropped: int = 0
     """Snapshot requests turned away because too many were waiting."""
+    dynamo_messages: int = 0
+    """Messages for Dynamo's own front ends."""
+    dynamo_repairs: int = 0
+    """How often all keys had to be said to them again, after a loss."""
 
 
 class Sender:
@@ -124,6 +130,7 @@ class Sender:
         heartbeat_interval: float,
         collect_stats: Callable[[], CacheStats],
         rng: random.Random | None = None,
+        dynamo: DynamoTarget | None = None,
     ) -> None:
         self.counters = Counters()
         self._state = state
@@ -148,6 +155,12 @@ class Sender:
         self._in_session = False
         self._complained_at = -_SECONDS_BETWEEN_COMPLAINTS
         self._down_since: float | None = None
+        self._dynamo = dynamo
+        self._book = DynamoBook(dynamo.instance_id) if dynamo is not None else None
+        self._dynamo_id = secrets.randbits(53) or 1
+        self._dynamo_sequence = 0
+        self._dynamo_epoch = state.epoch
+        self._refresh_at = float("inf")
 
     def wake(self) -> None:
         """There is something to send. Call in the event loop's thread."""
@@ -211,6 +224,8 @@ class Sender:
             self._in_session = self.counters.connected = False
             if self._unconfirmed:
                 self._unconfirmed = 0
+                if self._book is not None:
+                    self._book.lost()
                 with self._lock:
                     self._state.mark_lost()
             self._requests.clear()
@@ -224,6 +239,8 @@ class Sender:
             helper.add_done_callback(lambda _: self._wake.set())
         loop = asyncio.get_running_loop()
         self._beat_at = 0.0
+        if self._dynamo is not None and self._dynamo.refresh:
+            self._refresh_at = loop.time() + self._dynamo.refresh
         try:
             while not self._stop.is_set():
                 self._wake.clear()
@@ -238,6 +255,8 @@ class Sender:
                     await self._confirm(connection)
                 else:
                     await self._send_deltas(connection)
+                if self._book is not None:
+                    await self._keep_dynamo_right(connection, self._book)
                 try:
                     async with asyncio.timeout_at(self._beat_at):
                         await self._wake.wait()
@@ -264,6 +283,8 @@ class Sender:
                 self._unconfirmed += 1
                 await self._publish(connection, self._events_subject, delta)
                 self.counters.deltas += 1
+                if self._book is not None:
+                    await self._tell_dynamo(connection, self._book, delta)
             await asyncio.sleep(0)
 
     async def _send_heartbeat(self, connection: Connection) -> None:
@@ -278,6 +299,8 @@ class Sender:
         sent = self._unconfirmed
         await connection.confirm(self._options.io_timeout)
         self._unconfirmed -= sent
+        if self._book is not None and not self._unconfirmed:
+            self._book.confirmed()
 
     async def _publish(self, connection: Connection, subject: str, message: Delta | Heartbeat) -> None:
         sequence = self._sequence
@@ -292,6 +315,61 @@ class Sender:
         await connection.publish(subject, data)
         self.counters.published += 1
         self.counters.published_bytes += len(data)
+
+    # Dynamo's front ends.
+
+    async def _tell_dynamo(self, connection: Connection, book: DynamoBook, delta: Delta) -> None:
+        """The same change for Dynamo's front ends. Call inside the gate."""
+        if delta.resync:
+            book.lost()  # changes before this one were never said
+        await self._publish_dynamo(connection, book, delta.update)
+
+    async def _keep_dynamo_right(self, connection: Connection, book: DynamoBook) -> None:
+        epoch = self._state.epoch
+        if epoch != self._dynamo_epoch:
+            self._dynamo_epoch = epoch
+            book.lost()  # the cache began anew: what was said is void
+        if book.stale or asyncio.get_running_loop().time() >= self._refresh_at:
+            await self._say_again(connection, book)
+
+    async def _say_again(self, connection: Connection, book: DynamoBook) -> None:
+        """Every key that is held, and every removal that may have been missed."""
+        loop = asyncio.get_running_loop()
+        target = self._dynamo
+        assert target is not None
+        if target.refresh:
+            self._refresh_at = loop.time() + target.refresh
+        mending, book.stale = book.stale, False
+        try:
+            with self._lock:
+                announced = self._state.snapshot().keys
+            for number, keys in enumerate(portions(book.to_repair(announced), self._part_bytes(connection))):
+                async with self._order:
+                    with self._lock:
+                        update = book.update_for(keys, self._state.announces)
+                    await self._publish_dynamo(connection, book, update)
+                if number % _PARTS_PER_CONFIRM == _PARTS_PER_CONFIRM - 1:
+                    await self._confirm(connection)
+                else:
+                    await asyncio.sleep(0)
+        except BaseException:
+            book.stale = book.stale or mending
+            raise
+        self.counters.dynamo_repairs += mending
+
+    async def _publish_dynamo(self, connection: Connection, book: DynamoBook, update: Update) -> None:
+        if not update.added_keys and not update.removed_keys:
+            return
+        target = self._dynamo
+        assert target is not None
+        self._unconfirmed += 1
+        message = book.record(update)
+        sequence = self._dynamo_sequence
+        self._dynamo_sequence += 1
+        now = time.time_ns() // 1_000_000
+        data = encode(message, publisher_id=self._dynamo_id, sequence=sequence, published_at=now)
+        await connection.publish(target.subject, data)
+        self.counters.dynamo_messages += 1
 
     # Snapshots.
 

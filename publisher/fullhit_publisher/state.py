@@ -158,6 +158,10 @@ class PublisherState:
         """The mirror, as the keys were first written."""
         return list(self._mirror.values())
 
+    def announces(self, key: Key) -> bool:
+        """Whether a reader holds this key who has applied every delta so far."""
+        return key in self._to_remove or (key in self._mirror and key not in self._to_add)
+
     def apply(self, added: Iterable[str], removed: Iterable[str]) -> bool:
         """Take a change of the cache; within one call the removals come last. True when anything changed.
 
