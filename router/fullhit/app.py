@@ -310,7 +310,8 @@ class Router:
         return found
 
     def _unknown_worker(self, pool: str, heartbeat: Heartbeat) -> None:
-        self.fleet.discover(pool, heartbeat)
+        if self.config.pool[pool].dynamo is None:  # there only Dynamo's own discovery says who is a worker
+            self.fleet.discover(pool, heartbeat)
 
     def _heartbeat(self, pool: str, worker: str, heartbeat: Heartbeat) -> None:
         self.fleet.heartbeat(worker, heartbeat.device)

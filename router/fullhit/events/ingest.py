@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from fullhit.core import Pool
+from fullhit.core import Pool, Worker
 from fullhit_publisher import wire
 from fullhit_publisher.identity import dynamo_instance, normalize_url, worker_id_for
 from fullhit_publisher.keys import Key
@@ -64,6 +64,8 @@ class StreamStatus(msgspec.Struct, frozen=True):
     heard_age: float | None
     """Seconds since its last message; None when it never sent one."""
     messages: int
+    protocol: str
+    """What it speaks: ``fullhit``, or ``dynamo`` for Dynamo's own publishers."""
     waiting_bytes: int
     quarantine: str
     """Why it is in quarantine; empty when it is not."""
@@ -138,18 +140,23 @@ class Ingest:
             if known.worker is worker:
                 return
             self._close(address)
+        self._open(home, worker, dynamo=address[1] < 0)
+        self._strangers.pop(address, None)
+
+    def _open(self, home: Pool, worker: Worker, *, dynamo: bool) -> Lane:
+        """A lane for a worker of which nothing is known. ``dynamo``: it speaks as Dynamo's publishers do."""
         now = self._clock()
         stream = WorkerStream(PoolEntries(home, worker, self._was_promised), self.settings.stream, self._rng)
-        number = worker_id_for(worker_id)
+        number = worker_id_for(worker.id)
         lane = Lane(home, worker, number, stream, self._report, self._backlog, self.settings.slice_keys)
         lane.added_at = now
-        lane.dynamo = address[1] < 0
-        stream.answers = not lane.dynamo
-        self._lanes[address] = lane
-        self._strangers.pop(address, None)
-        if not (pool in self._dynamo_up if lane.dynamo else self._plane_up):
+        lane.dynamo = dynamo
+        stream.answers = not dynamo
+        self._lanes[_address_of(home.name, worker.id)] = lane
+        if not (home.name in self._dynamo_up if dynamo else self._plane_up):
             self._carry_out(lane, stream.plane_down(now))
         self._carry_out(lane, stream.start(now))
+        return lane
 
     def worker_removed(self, pool: str, worker_id: str) -> None:
         """Drop all that waits for this worker; what still arrives for it is a stranger's."""
@@ -169,9 +176,11 @@ class Ingest:
         if address is None:
             self._reject("subject", subject[:100])
             return
-        lane = self._lanes.get(address)
+        lane = self._lane_at(address)
         if lane is None:
             self._stranger(address, data)
+        elif lane.dynamo:
+            self._first_words(lane, data)
         elif lane.busy or lane.waiting:
             self._put_off(lane, data, None)
         else:
@@ -188,8 +197,8 @@ class Ingest:
         except WireError as error:
             self._reject(error.cause, error.detail)
             return
-        lane = self._lanes.get((received.pool or "", received.worker_id))
-        if lane is None:
+        lane = self._lane_at((received.pool or "", received.worker_id))
+        if lane is None or lane.dynamo:
             self._reject("unknown_worker", "snapshot")
         elif lane.busy or lane.waiting:
             self._put_off(lane, data, received)
@@ -198,11 +207,20 @@ class Ingest:
 
     def feed_dynamo(self, pool: str, delta: Delta, data: bytes) -> bool:
         """A message, read from ``data``, arrived on the event plane of a Dynamo deployment; False when the pool has no
-        such worker."""
+        such worker.
+
+        A worker that speaks our own protocol says there what it says here, and is listened to here. Only when it has
+        not been heard here for ``gone_after``, the other plane counts again.
+        """
         lane = self._lanes.get((pool, ~delta.worker_id))
         if lane is None:
             return False
         self.last_message_at = self._clock()
+        if not lane.dynamo:
+            if self.last_message_at - lane.stream.last_heard <= self.settings.stream.gone_after:
+                self._metrics.count("fullhit_events_total", worker=lane.worker.id, kind="other_plane")
+                return True
+            lane = self._change_over(lane, dynamo=True)
         if lane.busy or lane.waiting:
             self._put_off(lane, data, delta)
         else:
@@ -344,6 +362,35 @@ class Ingest:
         return [lane.worker.id for lane in self._silent(now)]
 
     # Inside.
+
+    def _lane_at(self, address: Address) -> Lane | None:
+        """The lane of a worker by the number it goes by: of a URL, or a Dynamo instance's own."""
+        lane = self._lanes.get(address)
+        return self._lanes.get((address[0], ~address[1])) if lane is None else lane
+
+    def _first_words(self, lane: Lane, data: bytes) -> None:
+        """A worker that was taken for one of Dynamo's publishers speaks our own protocol. Its heartbeat opens it."""
+        limits = self.settings.limits
+        try:
+            received = decode(wire.decode_envelope(data, limits), limits)
+            self._check(lane, received)
+            if not isinstance(received, Beat):
+                raise WireError("unknown_worker", f"worker {lane.number} has sent no heartbeat yet")
+        except WireError as error:
+            self._reject(error.cause, f"{lane.worker.id}: {error.detail}")
+            return
+        self._handle(self._change_over(lane, dynamo=False), data, received)
+
+    def _change_over(self, lane: Lane, *, dynamo: bool) -> Lane:
+        """Listen to the worker of this lane in the other protocol. What was believed of it is void: the one counts
+        where the other does not."""
+        home, worker = lane.pool, lane.worker
+        self._close(_address_of(home.name, worker.id))
+        home.set_publishing(worker.id, False)
+        home.clear(worker.id)
+        home.set_doubtful(worker.id, False)
+        self._log("info", "protocol", worker.id, protocol="dynamo" if dynamo else "fullhit")
+        return self._open(home, worker, dynamo=dynamo)
 
     def _address(self, subject: str) -> Address | None:
         try:
@@ -491,6 +538,8 @@ class Ingest:
                 self._reject("unknown_worker", str(number))
                 return
             _check_url(message.url, number)
+            if dynamo_instance(message.url) is not None:
+                raise WireError("unknown_worker", "discovery does not know this instance")
         except WireError as error:
             self._reject(error.cause, f"unknown worker {number}: {error.detail}")
             return
@@ -581,15 +630,16 @@ def _row(pool: str, number: int, lane: Lane, now: float) -> StreamStatus:
         resync=stream.resync_cause,
         heard_age=now - stream.last_heard if lane.messages else None,
         messages=lane.messages,
+        protocol="dynamo" if lane.dynamo else "fullhit",
         waiting_bytes=lane.waiting_bytes,
         quarantine=stream.quarantine_cause if stream.state == "quarantined" else "",
     )
 
 
 def _check_url(url: str, number: int) -> None:
-    """A worker is its URL. Raises WireError when the URL gives another number."""
+    """A worker is its URL, or its instance in a Dynamo deployment. Raises WireError when that is another number."""
     try:
-        name = normalize_url(url)
+        name = url if dynamo_instance(url) is not None else normalize_url(url)
     except ValueError as error:
         raise WireError("identity", str(error)) from None
     if worker_id_for(name) != number:
