@@ -46,24 +46,6 @@ __all__ = ["Router", "serve"]
 EMBEDDED_PORT = 4222
 """Where publishers look when nobody tells them otherwise."""
 
-_LISTENING = {"encoder_gateway": "data", "openai_front": "openai"}
-"""Names of the seats' addresses in the log line ``listening``."""
-_GAUGES = {
-    "encoder_gateway": (
-        ("queue_depth", "Requests waiting for a worker", "queued"),
-        ("queue_bytes", "Bytes of their bodies", "queued_bytes"),
-        ("open_calls", "Calls of the encoder gateway under way", "open_calls"),
-        ("parts", "Parts remembered by the encoder gateway", "parts"),
-    ),
-    "openai_front": (
-        ("front_queue_depth", "Requests of the OpenAI front waiting for a worker", "queued"),
-        ("front_queue_bytes", "Bytes of their bodies", "queued_bytes"),
-        ("front_open_calls", "Requests of the OpenAI front under way", "open_calls"),
-        ("front_frontends_up", "Dynamo frontends that are not failing", "frontends_up"),
-    ),
-}
-"""Gauges by seat: name, help, key of the seat's status."""
-
 
 class StartError(Exception):
     """The router cannot start; the text says what to do."""
@@ -145,13 +127,13 @@ class Router:
         for dynamo in self.dynamo.values():
             await dynamo.start()
         await self.supervisor.start()
-        heard = {seat.name: f"http://{await self._seat(seat)}" for seat in self.seats}
+        heard = {seat.line: f"http://{await self._seat(seat)}" for seat in self.seats}
         admin = await self._listen_admin()
         rpc = await self._listen_rpc() if self.config.server.grpc_listen else None
         self.lag.start()
         self.log.event(
             "listening",
-            **{_LISTENING[name]: address for name, address in heard.items()},
+            **heard,
             admin=f"http://{admin}",
             **({"grpc": rpc} if rpc else {}),
             event_plane=self.plane.status().url or "none",
@@ -325,7 +307,7 @@ class Router:
             metrics.gauge(name, help, lambda: float(seat.status()[key]))
 
         for seat in self.seats:
-            for name, help, key in _GAUGES[seat.name]:
+            for name, help, key in seat.gauges:
                 gauge(seat, name, help, key)
         metrics.gauge("event_loop_lag_seconds", "Worst delay of the event loop lately", lambda: self.lag.worst)
         metrics.gauge(

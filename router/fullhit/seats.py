@@ -15,7 +15,7 @@ from fullhit.core.pool import Pool
 from fullhit.fleet import Fleet
 from fullhit.http.encoder import EncoderGateway, sglang_error
 from fullhit.http.openai import OpenAIFront, openai_error
-from fullhit.http.openai.steering import Seats as PoolSeat
+from fullhit.http.openai import Seats as PoolSeat
 from fullhit.http.wire import DrainReport, HttpListener, MemoryBudget, UpstreamClient
 from fullhit.telemetry import Telemetry
 
@@ -23,10 +23,12 @@ __all__ = ["EncoderSeat", "FrontSeat", "Seat", "make_seats"]
 
 
 class Seat(Protocol):
-    """``name`` for logs and status; ``address`` is where it listens, by the setting ``place``; ``listening`` since
-    `start`."""
+    """``name`` for status and ``line`` for its address in the log; ``gauges``: name, help, key of `status`.
+    ``address`` is where it listens, by the setting ``place``; ``listening`` since `start`."""
 
     name: str
+    line: str
+    gauges: tuple[tuple[str, str, str], ...]
     place: str
     address: str
     listening: bool
@@ -76,6 +78,13 @@ class EncoderSeat(_Base):
     """`EncoderGateway` and what it needs."""
 
     name = "encoder_gateway"
+    line = "data"
+    gauges = (
+        ("queue_depth", "Requests waiting for a worker", "queued"),
+        ("queue_bytes", "Bytes of their bodies", "queued_bytes"),
+        ("open_calls", "Calls of the encoder gateway under way", "open_calls"),
+        ("parts", "Parts remembered by the encoder gateway", "parts"),
+    )
     place = "server.listen"
 
     def __init__(
@@ -116,6 +125,13 @@ class FrontSeat(_Base):
     """`OpenAIFront` and what it needs."""
 
     name = "openai_front"
+    line = "openai"
+    gauges = (
+        ("front_queue_depth", "Requests of the OpenAI front waiting for a worker", "queued"),
+        ("front_queue_bytes", "Bytes of their bodies", "queued_bytes"),
+        ("front_open_calls", "Requests of the OpenAI front under way", "open_calls"),
+        ("front_frontends_up", "Dynamo frontends that are not failing", "frontends_up"),
+    )
     place = "openai_front.listen"
 
     def __init__(

@@ -310,19 +310,30 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(ticket=tickets)
     def release(self, ticket):
-        real, worker, encoding = ticket
+        real, worker, _ = ticket
         first = not real.released
         before = worker.eligible
         calls = self.capacity_calls
+        still = real.encoding
         assert real.release() == first
         if first:
             self.held.remove(worker)
             worker.inflight -= 1
-            worker.encoding -= encoding
+            worker.encoding -= still
             if worker.present:
                 assert (self.capacity_calls > calls) == (worker.eligible and not before)
         assert not real.release()
         self.follow()
+
+    @rule(ticket=tickets)
+    def encoded(self, ticket):
+        real, worker, encoding = ticket
+        counts = not real.released and real.encoding
+        assert not counts or encoding
+        calls = self.capacity_calls
+        assert real.encoded() == counts
+        worker.encoding -= counts
+        assert not real.encoded() and self.capacity_calls == calls
 
     # -- what should come out
 
@@ -504,6 +515,8 @@ def test_a_crowd_of_workers_is_chosen_from_by_the_same_rules(policy, weights):
             tickets.append(taken)
         if len(tickets) > 150 or (step > 400 and tickets):
             crowd.release(tickets.pop(rng.randrange(len(tickets))))
+        if tickets and rng.random() < 0.3:
+            crowd.encoded(rng.choice(tickets))
         if rng.random() < 0.1:
             id = rng.choice(crowd.ids)
             rng.choice(

@@ -507,3 +507,25 @@ def test_an_unknown_policy_is_refused_with_the_known_ones():
 def test_a_worker_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(ValueError):
         WorkerSpec(**{"id": "a", "url": "http://a.invalid", **wrong})
+
+
+def test_a_request_whose_encoding_is_over_keeps_its_slot_but_not_its_place_in_the_budget():
+    pool = pool_of("cuda", "cpu", settings=PoolSettings(ratio=2))
+    held = [pool.select(ask()) for _ in range(2)]
+    assert [d.worker.device for d in held] == ["cuda", "cuda"]
+    gpu = pool.get("cuda0")
+    assert [d.ticket.encoded() for d in held] == [True, True] and not held[0].ticket.encoded()
+    assert (gpu.inflight, gpu.encoding) == (2, 0)
+    assert pool.select(ask()).worker is gpu, "nothing encodes there, so the CPU is not needed"
+    assert held[0].ticket.release() and not held[0].ticket.encoded()
+    assert (gpu.inflight, gpu.encoding) == (2, 1)
+
+
+def test_the_end_of_an_encoding_on_a_removed_worker_touches_nobody_else():
+    pool = pool_of("cuda")
+    old = pool.select(ask()).ticket
+    pool.remove_worker("cuda0")
+    pool.add_worker(WorkerSpec("cuda0", "", "cuda"))
+    pool.set_ready("cuda0", True)
+    new = pool.select(ask()).ticket
+    assert old.encoded() and old.release() and (new.worker.inflight, new.worker.encoding) == (1, 1)

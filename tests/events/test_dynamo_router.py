@@ -72,7 +72,7 @@ async def running(tmp_path: Path, table: str) -> AsyncIterator[tuple[Router, Sto
     store = Store(tmp_path / "store")
     file = tmp_path / "fullhit.toml"
     file.write_text(
-        '[server]\nlisten = "127.0.0.1:0"\nadmin_listen = "127.0.0.1:0"\n[events]\nplane = "none"\n[pool.default]\n'
+        '[server]\nadmin_listen = "127.0.0.1:0"\n[events]\nplane = "none"\n[encoder_gateway]\nenabled = false\n'
         f'[pool.vision.dynamo]\nnamespace = "ns"\ncomponent = "encoder"\ndiscovery = "file:{store.root}"\n'
         f"lease = 600\n{table}\n"
     )

@@ -16,8 +16,7 @@ import pytest
 from fullhit.core import Pool, PoolSettings, WorkerSpec
 from fullhit.core.decision import Decision
 from fullhit.core.parity import make_pool
-from fullhit.http.openai import FrontSettings, OpenAIFront, openai_error
-from fullhit.http.openai.steering import Seats
+from fullhit.http.openai import FrontSettings, OpenAIFront, Seats, openai_error
 from fullhit.http.wire import HttpListener, ListenerLimits, UpstreamClient
 from fullhit.lab.raw_http import RawClient, RawReply, RawRequest, RawServer, read_request
 from fullhit_publisher.dynamo_keys import KeyRules
@@ -169,7 +168,7 @@ class House:
     front: OpenAIFront
     listener: HttpListener
     client: UpstreamClient
-    fleet: RecordingFleet
+    fleet: Any
     telemetry: RecordingTelemetry
     frontends: list[FakeFrontend]
     port: int = 0
@@ -231,7 +230,10 @@ OpenHouse = Callable[..., Awaitable[House]]
 
 @pytest.fixture
 async def open_house() -> AsyncIterator[OpenHouse]:
-    """`await open_house(workers=(1, 2), ...settings)`: a front before fake frontends that know these instances."""
+    """`await open_house(workers=(1, 2), ...settings)`: a front before fake frontends that know these instances.
+
+    ``fleet`` makes one for the pool; without it what is told to it is only remembered.
+    """
     houses: list[House] = []
 
     async def make(
@@ -241,6 +243,7 @@ async def open_house() -> AsyncIterator[OpenHouse]:
         frontends: int = 1,
         cap: int | None = None,
         parity: Any = "none",
+        fleet: Any = None,
         limits: ListenerLimits | None = None,
         **fields: Any,
     ) -> House:
@@ -253,7 +256,8 @@ async def open_house() -> AsyncIterator[OpenHouse]:
                 home.add_worker(WorkerSpec(dynamo_name(number), "", max_inflight=cap))
                 home.set_ready(dynamo_name(number), True)
         fakes = [await FakeFrontend(instances={*workers, *prefill}).start() for _ in range(frontends)]
-        fleet, telemetry, client = RecordingFleet(), RecordingTelemetry(), UpstreamClient()
+        fleet = fleet(made) if fleet is not None else RecordingFleet()
+        telemetry, client = RecordingTelemetry(), UpstreamClient()
         front = OpenAIFront(
             Seats(made, fleet),
             Seats(second, fleet) if second is not None else None,

@@ -20,11 +20,12 @@ from fullhit.http.wire import Request, Responder, UpstreamClient
 from fullhit_publisher.dynamo_keys import KeyRules
 
 from .bodies import NO_MEDIA, Body, Shape
+from .calls import Call, Seats
 from .frontends import Frontends
 from .headers import forwarded_headers
 from .replies import Refusal, reply_refusal
 from .settings import FrontSettings, FrontTelemetry
-from .steering import Call, Seats, Steering
+from .steering import Steering
 
 __all__ = ["OpenAIFront"]
 
@@ -69,7 +70,7 @@ class OpenAIFront:
         self._calm.set()
 
     def __repr__(self) -> str:
-        return f"<OpenAIFront {self.pool.name} open={self._open} {self._steering.room!r}>"
+        return f"<OpenAIFront {self.pool.name} open={self._open} {self._steering.choice.room!r}>"
 
     async def handle(self, request: Request, responder: Responder) -> None:
         """Serve one request."""
@@ -112,11 +113,11 @@ class OpenAIFront:
 
     def oldest_inflight(self) -> dict[str, float]:
         """Seconds since the oldest request under way at each worker was sent."""
-        return self._steering.in_flight.oldest()
+        return self._steering.choice.in_flight.oldest()
 
     def status(self) -> dict[str, Any]:
         """Figures for gauges and status pages, JSON-ready."""
-        room = self._steering.room
+        room = self._steering.choice.room
         return {
             "open_calls": self._open,
             "queued": len(room),

@@ -33,7 +33,8 @@ temporarily overloaded", which could not be provoked: another worker, a short pa
 nothing else. *Blamed*: counted against the worker at once. *Suspected*: an exception may be the doing of the request
 (a picture that cannot be fetched), so it counts only when another worker then answers the same request; a client alone
 can thus eject nobody. *Asked*: the same 400 also means a bad request. The frontend's own ``/health`` lists the
-instances it knows; only when the worker is not among them was the request never sent anywhere.
+instances it knows; only when the worker is not among them (or could not be reached a moment ago) is it taken for
+unknown: then the request was never sent anywhere.
 """
 
 from __future__ import annotations

@@ -1,0 +1,147 @@
+"""From the front to one of Dynamo's frontends, and to another one when the first cannot take the request.
+
+| what happened                                        | then                                                        |
+|------------------------------------------------------|-------------------------------------------------------------|
+| not connected, body not taken in full                | another frontend, same worker: nothing was processed        |
+| ended on a kept-alive connection, without a byte     | again, as if it had not happened: the server's idle timer   |
+| gone, or garbage, after all was sent, before an      | another frontend, once: a generation begun in vain costs    |
+| answer                                               | compute; a request that ends frontends must not visit all   |
+| no answer in time                                    | 504: the client's own patience is likely spent              |
+| cut inside the answer                                | cut at the client too, so that it sees it                   |
+"""
+
+from __future__ import annotations
+
+from fullhit.http.wire import (
+    HeaderBlock,
+    LostAfterSend,
+    Timeouts,
+    UpstreamClient,
+    UpstreamError,
+    UpstreamResponse,
+    UpstreamTimeout,
+)
+
+from .calls import Call
+from .frontends import Frontend, Frontends
+from .replies import Refusal
+from .settings import FrontSettings, FrontTelemetry
+from .verdict import instances_in
+
+__all__ = ["Broken", "Forwarding"]
+
+_MAX_LOST = 2
+_MAX_STALE = 2
+_MAX_HEALTH = 16 << 20
+
+
+class Broken(Exception):
+    """A frontend broke its answer off before it had said anything."""
+
+
+class Forwarding:
+    """`send` puts a call on a frontend, `leave` takes it off once its answer has ended."""
+
+    def __init__(
+        self, client: UpstreamClient, frontends: Frontends, settings: FrontSettings, telemetry: FrontTelemetry
+    ) -> None:
+        self._client = client
+        self._frontends = frontends
+        self._telemetry = telemetry
+        self._timeouts = Timeouts(
+            connect=settings.connect_timeout,
+            send=settings.send_timeout,
+            first_byte=settings.first_byte_timeout,
+            idle=settings.idle_timeout,
+        )
+        limit = settings.connect_timeout
+        self._brief = Timeouts(connect=limit, first_byte=limit, total=2 * limit)
+
+    async def send(self, call: Call, headers: HeaderBlock) -> UpstreamResponse:
+        """The head of an answer. Raises Refusal when there is none to be had."""
+        tried: set[Frontend] = set()
+        stale = 0
+        problem = "none is left"
+        status = 502
+        request = call.request
+        while True:
+            frontend = call.frontend = self._frontends.enter(tried)
+            if frontend is None:
+                text = f"no Dynamo frontend could take the request: {problem}"
+                raise Refusal(status, "frontend_unavailable", text, retry_after=1)
+            try:
+                response = await self._client.send(
+                    frontend.origin, request.method, request.target, headers, call.body.body, timeouts=self._timeouts
+                )
+            except UpstreamError as error:
+                self.leave(call)
+                problem = str(error)
+                fault = _fault_of(error)
+                if fault == "timeout":
+                    raise Refusal(504, "frontend_timeout", f"a Dynamo frontend did not answer: {problem}") from error
+                if fault == "stale" and stale < _MAX_STALE:
+                    stale += 1
+                    continue
+                tried.add(frontend)
+                if fault == "full":
+                    status = 503
+                    continue
+                self.failed(frontend, error)
+                if fault == "lost":
+                    self.lose(call, problem)
+                continue
+            if self._frontends.answered(frontend):
+                self._telemetry.limited(f"up {frontend.url}", "frontend_up", 10.0, "info", frontend=frontend.url)
+            return response
+
+    async def peek(self, call: Call, response: UpstreamResponse) -> bytes:
+        """The beginning of the answer's body. Raises Broken, and Refusal for a time-out."""
+        try:
+            return await response.peek()
+        except UpstreamTimeout as error:
+            raise Refusal(504, "frontend_timeout", f"a Dynamo frontend fell silent: {error}") from error
+        except UpstreamError as error:
+            if call.frontend is not None:
+                self.failed(call.frontend, error)
+            raise Broken(str(error)) from error
+
+    def lose(self, call: Call, problem: str) -> None:
+        """A frontend was lost over a request that it had in full. Raises Refusal when it is not the first."""
+        call.lost += 1
+        if call.lost >= _MAX_LOST:
+            raise Refusal(502, "frontend_lost", f"Dynamo frontends broke the connection: {problem}")
+
+    def failed(self, frontend: Frontend, error: UpstreamError) -> None:
+        """It cannot be reached, or does not speak HTTP."""
+        self._telemetry.count("retries", cause=f"frontend_{error.kind}")
+        if self._frontends.failed(frontend, str(error)):
+            self._telemetry.limited(
+                f"down {frontend.url}", "frontend_down", 10.0, frontend=frontend.url, cause=str(error)
+            )
+
+    def leave(self, call: Call) -> None:
+        """The call's answer has ended, in whatever way. Idempotent."""
+        frontend, call.frontend = call.frontend, None
+        if frontend is not None:
+            self._frontends.leave(frontend)
+
+    async def knows(self, frontend: Frontend, instance: int) -> bool:
+        """Whether the frontend says that it knows an instance; True also when it says nothing."""
+        try:
+            response = await self._client.send(frontend.origin, b"GET", b"/health", (), timeouts=self._brief)
+            known = instances_in(await response.read(_MAX_HEALTH))
+        except UpstreamError:
+            return True
+        return known is None or instance in known
+
+
+def _fault_of(error: UpstreamError) -> str:
+    """``full``: no connection free; ``down``: nothing was processed; ``stale``: a kept-alive connection had ended, as
+    far as one can see; ``lost``: gone or garbage after all was sent; ``timeout``."""
+    if isinstance(error, UpstreamTimeout):
+        return "full" if error.stage == "pool" else "down" if error.not_processed else "timeout"
+    if error.not_processed:
+        return "stale" if error.reused else "down"
+    if isinstance(error, LostAfterSend) and error.reused and not error.received:
+        return "stale"
+    return "lost"
