@@ -20,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from .decisions import decide, print_decisions
 from .environment import RELEASES, BuildFailed, Environment, ensure_environment
 from .stand import CaseFailed, Stand, eventually
 
@@ -164,6 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description="Dynamo publishers, our index")
     parser.add_argument("--deltas", type=int, default=10_000, help="length of a random walk (default 10000)")
     parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--table", choices=("wire", "decisions"), help="only one of the tables")
     parser.add_argument("--release", action="append", choices=RELEASES, help="default: all")
     arguments = parser.parse_args()
     releases = tuple(arguments.release or RELEASES)
@@ -177,9 +179,16 @@ def main() -> int:
         script = 'ip link set lo up && exec "$0" "$@"'
         command = ["unshare", "-rn", "sh", "-c", script, sys.executable, "-m", "tests.conformance", *sys.argv[1:]]
         return subprocess.run(command, env={**os.environ, ALONE: "1"}).returncode
-    rows = asyncio.run(_play(environment, releases, arguments.only, arguments.deltas))
-    _print(rows)
-    return 0 if rows and all(row.result.startswith("ok") for row in rows) else 1
+    good = True
+    if arguments.table != "decisions":
+        rows = asyncio.run(_play(environment, releases, arguments.only, arguments.deltas))
+        good = bool(rows) and all(row.result.startswith("ok") for row in rows)
+        _print(rows)
+    if arguments.table != "wire" and not arguments.only:
+        decided = asyncio.run(decide(environment))
+        good = good and bool(decided) and not any(row.wrong for row in decided)
+        print_decisions(decided)
+    return 0 if good else 1
 
 
 def _can_be_alone() -> bool:

@@ -17,7 +17,8 @@ from pathlib import Path
 __all__ = ["RELEASES", "BuildFailed", "Environment", "ensure_environment"]
 
 RELEASES = ("1.3.1", "1.4.2", "1.6.1")
-PACKAGES = ("pydantic==2.14.4", "uvloop==0.23.0")
+PACKAGES = ("pydantic==2.14.4", "uvloop==0.23.0", "msgspec>=0.19", "xxhash>=3.4", "nats-py>=2.9")
+"""What the runtime needs, and what our own publisher does."""
 MARKER = "complete"
 
 
@@ -43,10 +44,11 @@ def ensure_environment(releases: tuple[str, ...] = RELEASES) -> Environment:
         fcntl.flock(lock, fcntl.LOCK_EX)
         home.mkdir(exist_ok=True)
         python = home / "venv/bin/python"
-        if not (home / "venv" / MARKER).exists():
+        marker = home / "venv" / MARKER
+        if not marker.exists() or marker.read_text() != "\n".join(PACKAGES):
             _run("environment", sys.executable, "-m", "venv", str(home / "venv"))
             _run("packages", str(python), "-m", "pip", "install", "--quiet", *PACKAGES)
-            (home / "venv" / MARKER).touch()
+            marker.write_text("\n".join(PACKAGES))
         runtimes = {}
         for release in releases:
             folder = runtimes[release] = home / f"runtime-{release}"
