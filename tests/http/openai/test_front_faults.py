@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from fullhit.core import WorkerSpec
 from fullhit.fleet import Fleet
 from fullhit.fleet.types import FleetSettings
 from fullhit.lab.raw_http import reset
@@ -277,6 +278,48 @@ async def test_a_frontend_that_stays_silent_ends_in_a_timeout(open_house, lab):
     await house.at_rest()
 
 
+NO_MODEL = {"message": "Model not found", "type": "Not Found", "code": 404}
+
+
+async def test_a_frontend_that_has_just_started_does_not_answer_for_the_others(open_house, lab):
+    house = await open_house(frontends=3)
+    house.frontends[0].answer = house.frontends[1].answer = lab.says(404, NO_MODEL)
+    replies = [await house.post(lab.chat()) for _ in range(6)]
+    assert {reply.status for reply in replies} == {200} and house.front.frontends.up == 1
+    house.frontends[2].answer = lab.says(404, NO_MODEL)
+    for fake in house.frontends:
+        fake.seen.clear()
+    reply = await house.post(lab.chat())
+    assert (reply.status, json.loads(reply.body)) == (404, NO_MODEL), "nobody knows it: the client's fault"
+    assert [len(fake.seen) for fake in house.frontends] == [1, 1, 1] and house.fleet.bad == []
+    await house.at_rest()
+
+
+async def test_a_frontend_that_knows_no_worker_yet_is_left_for_another_with_the_same_worker(open_house, lab):
+    house = await open_house(frontends=2)
+    house.frontends[0].answer = lab.says(400, lab.INVALID)
+    house.frontends[0].instances = {77}
+    reply = await house.post(lab.chat())
+    assert (reply.status, worker_of(reply)) == (200, ONE) and house.fleet.bad == []
+    house.frontends[1].answer, house.frontends[1].instances = lab.says(400, lab.INVALID), set()
+    reply = await house.post(lab.chat())
+    assert (reply.status, json.loads(reply.body)["error"]["code"]) == (503, "frontend_behind")
+    await house.at_rest()
+
+
+async def test_a_worker_that_is_no_dynamo_instance_is_avoided_and_named(open_house, lab):
+    house = await open_house()
+    house.pool.add_worker(WorkerSpec("http://stray.invalid", "http://stray.invalid"))
+    house.pool.set_ready("http://stray.invalid", True)
+    replies = [await house.post(lab.chat()) for _ in range(6)]
+    assert {reply.status for reply in replies} == {200} and "not_a_dynamo_worker" in house.telemetry.events
+    for id in (ONE, TWO):
+        house.pool.remove_worker(id)
+    reply = await house.post(lab.chat())
+    assert (reply.status, json.loads(reply.body)["error"]["code"]) == (503, "workers_failed")
+    await house.at_rest()
+
+
 async def test_a_connection_that_the_frontend_has_closed_is_no_failure(house, lab):
     house.frontend.kept_alive = False
     for _ in range(20):
@@ -308,6 +351,7 @@ async def test_a_client_that_leaves_takes_its_request_along(house, lab, when):
     await house.until(lambda: house.frontend.left == 1)
     await house.at_rest()
     assert house.fleet.bad == [] and house.front.frontends.up == 1
+    assert house.telemetry.done == [("vision", "no_media", 499)]
 
 
 async def test_two_hundred_random_departures_and_deaths_leave_nothing_behind(open_house, lab):

@@ -28,7 +28,8 @@ class Call:
     """``headers`` go to the frontend, ``deadline`` (the loop's clock) ends its waits for workers.
 
     ``tried`` are workers that failed it; ``suspects`` those among them whose failure may have been the request's own
-    doing, with what the fleet would be told. ``attempts`` counts choices, ``lost`` frontends that broke off.
+    doing, with what the fleet would be told. ``behind`` are frontends that do not know model or workers (yet).
+    ``attempts`` counts choices, ``lost`` frontends that broke off.
     ``failed``: the answer that is passed on is the failure of a worker.
     """
 
@@ -44,6 +45,7 @@ class Call:
     tried: frozenset[str] = frozenset()
     suspects: list[tuple[str, str]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    behind: list[Frontend] = field(default_factory=list)
     attempts: int = 0
     lost: int = 0
     failed: bool = False

@@ -8,6 +8,8 @@
 | answer                                               | compute; a request that ends frontends must not visit all   |
 | no answer in time                                    | 504: the client's own patience is likely spent              |
 | cut inside the answer                                | cut at the client too, so that it sees it                   |
+| 404 Model not found; or 400, and its ``/health``     | another frontend, same worker: one that has just started    |
+| lists no worker of the pool                          | has not heard of everything yet. 404 by all: passed on      |
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from .replies import Refusal
 from .settings import FrontSettings, FrontTelemetry
 from .verdict import instances_in
 
-__all__ = ["Broken", "Forwarding"]
+__all__ = ["Behind", "Broken", "Forwarding"]
 
 _MAX_LOST = 2
 _MAX_STALE = 2
@@ -37,6 +39,10 @@ _MAX_HEALTH = 16 << 20
 
 class Broken(Exception):
     """A frontend broke its answer off before it had said anything."""
+
+
+class Behind(Exception):
+    """A frontend does not know the model, or none of the workers, and there is another one to ask."""
 
 
 class Forwarding:
@@ -59,7 +65,7 @@ class Forwarding:
 
     async def send(self, call: Call, headers: HeaderBlock) -> UpstreamResponse:
         """The head of an answer. Raises Refusal when there is none to be had."""
-        tried: set[Frontend] = set()
+        tried: set[Frontend] = set(call.behind)
         stale = 0
         problem = "none is left"
         status = 502
@@ -86,7 +92,7 @@ class Forwarding:
                 if fault == "full":
                     status = 503
                     continue
-                self.failed(frontend, error)
+                self.rest(frontend, error.kind, str(error))
                 if fault == "lost":
                     self.lose(call, problem)
                 continue
@@ -102,7 +108,7 @@ class Forwarding:
             raise Refusal(504, "frontend_timeout", f"a Dynamo frontend fell silent: {error}") from error
         except UpstreamError as error:
             if call.frontend is not None:
-                self.failed(call.frontend, error)
+                self.rest(call.frontend, error.kind, str(error))
             raise Broken(str(error)) from error
 
     def lose(self, call: Call, problem: str) -> None:
@@ -111,13 +117,17 @@ class Forwarding:
         if call.lost >= _MAX_LOST:
             raise Refusal(502, "frontend_lost", f"Dynamo frontends broke the connection: {problem}")
 
-    def failed(self, frontend: Frontend, error: UpstreamError) -> None:
-        """It cannot be reached, or does not speak HTTP."""
-        self._telemetry.count("retries", cause=f"frontend_{error.kind}")
-        if self._frontends.failed(frontend, str(error)):
-            self._telemetry.limited(
-                f"down {frontend.url}", "frontend_down", 10.0, frontend=frontend.url, cause=str(error)
-            )
+    def rest(self, frontend: Frontend, kind: str, cause: str) -> None:
+        """It cannot be reached, does not speak HTTP, or is not ready: leave it alone for a moment."""
+        self._telemetry.count("retries", cause=f"frontend_{kind}")
+        if self._frontends.failed(frontend, cause):
+            self._telemetry.limited(f"down {frontend.url}", "frontend_down", 10.0, frontend=frontend.url, cause=cause)
+
+    def behind(self, call: Call) -> bool:
+        """The frontend of this call does not know what it should. True when there is another one to ask."""
+        assert call.frontend is not None
+        call.behind.append(call.frontend)
+        return len(call.behind) < len(self._frontends)
 
     def leave(self, call: Call) -> None:
         """The call's answer has ended, in whatever way. Idempotent."""
@@ -125,14 +135,13 @@ class Forwarding:
         if frontend is not None:
             self._frontends.leave(frontend)
 
-    async def knows(self, frontend: Frontend, instance: int) -> bool:
-        """Whether the frontend says that it knows an instance; True also when it says nothing."""
+    async def instances(self, frontend: Frontend) -> frozenset[int] | None:
+        """The instances that a frontend knows; None when it does not say."""
         try:
             response = await self._client.send(frontend.origin, b"GET", b"/health", (), timeouts=self._brief)
-            known = instances_in(await response.read(_MAX_HEALTH))
+            return instances_in(await response.read(_MAX_HEALTH))
         except UpstreamError:
-            return True
-        return known is None or instance in known
+            return None
 
 
 def _fault_of(error: UpstreamError) -> str:

@@ -33,7 +33,7 @@ from fullhit_publisher.identity import dynamo_instance
 from .bodies import BadBody, Body, Shape, read_body
 from .calls import Call, Seats
 from .choice import Choice
-from .forwarding import Broken, Forwarding
+from .forwarding import Behind, Broken, Forwarding
 from .frontends import Frontends
 from .headers import steering_lines
 from .replies import Refusal
@@ -110,6 +110,9 @@ class Steering:
             code = refusal.status
             refusal.headers = [*refusal.headers, *call.marks()]
             raise
+        except asyncio.CancelledError:
+            code = 499
+            raise
         finally:
             decision = call.decision
             self._drop(call)
@@ -128,9 +131,21 @@ class Steering:
         """An answer that is for the client, its worker's slots held. Raises Refusal."""
         while True:
             await self.choice.take(call)
+            headers = _steered(call)
+            if headers is None:
+                self._avoid(call)
+                continue
             call.attempts += 1
+            response = await self._answer_of(call, headers)
+            if response is not None:
+                return response
+            self._drop(call)
+
+    async def _answer_of(self, call: Call, headers: HeaderBlock) -> UpstreamResponse | None:
+        """The worker's answer, through whichever frontend; None when another worker is to be tried. Raises Refusal."""
+        while True:
             sent_at = self._clock()
-            response = await self._forwarding.send(call, _steered(call))
+            response = await self._forwarding.send(call, headers)
             try:
                 verdict = await self._judge(call, response)
                 if verdict is None:
@@ -139,17 +154,19 @@ class Steering:
                 if not self._mind(call, verdict, self._clock() - sent_at):
                     call.failed = True
                     return response
-            except Broken as error:
                 response.close()
+                return None
+            except Broken as error:
                 self._forwarding.lose(call, str(error))
+            except Behind:
+                response.close()
             except BaseException:
                 response.close()
                 raise
-            response.close()
-            self._drop(call)
+            self._forwarding.leave(call)
 
     async def _judge(self, call: Call, response: UpstreamResponse) -> Verdict | None:
-        """None when the answer is for the client. Raises Broken, and Refusal for a time-out."""
+        """None when the answer is for the client. Raises Broken, Behind, and Refusal for a time-out."""
         sse = is_stream(response)
         if response.status < 400 and not sse:
             return None
@@ -157,10 +174,15 @@ class Steering:
         verdict = judge(response.status, payload_of(beginning, response.head.chunked), sse=sse)
         if verdict is not None and verdict.blame == "ask":
             return replace(verdict, blame="pause") if await self._is_unknown(call) else None
+        if verdict is not None and verdict.blame == "frontend":
+            if self._forwarding.behind(call):
+                raise Behind
+            return None
         return verdict
 
     async def _is_unknown(self, call: Call) -> bool:
-        """Whether the frontend does not know the instance that it was told to use."""
+        """Whether the frontend does not know the instance that it was told to use. Raises Behind, and Refusal when no
+        frontend knows any."""
         decision, frontend = call.decision, call.frontend
         assert decision is not None and frontend is not None
         instance = dynamo_instance(decision.worker.id)
@@ -170,7 +192,15 @@ class Steering:
         # A frontend's list of instances lags behind its routing for a moment.
         if self._clock() - self._gone.get(decision.worker.id, float("-inf")) < _RECENTLY:
             return True
-        return not await self._forwarding.knows(frontend, instance)
+        known = await self._forwarding.instances(frontend)
+        if known is None or instance in known:
+            return False
+        if any(dynamo_instance(worker.id) in known for worker in self._pool.workers()):
+            return True
+        self._forwarding.rest(frontend, "behind", "it knows no worker of the pool")
+        if self._forwarding.behind(call):
+            raise Behind
+        raise Refusal(503, "frontend_behind", "no Dynamo frontend knows a worker of the pool yet", retry_after=1)
 
     def _mind(self, call: Call, verdict: Verdict, seconds: float) -> bool:
         """Draw the consequences; True when another worker is to be tried."""
@@ -211,9 +241,21 @@ class Steering:
         self._gone.pop(call.decision.worker.id, None)
         if call.prefill is not None and self._prefill is not None:
             self._prefill.reporter.report_success(call.prefill.worker.id)
+        for frontend in call.behind:
+            self._forwarding.rest(frontend, "behind", "it does not know the model or the workers yet")
+        call.behind.clear()
         for worker, kind in call.suspects:
             self._reporter.report_failure(worker, kind)
         call.suspects.clear()
+
+    def _avoid(self, call: Call) -> None:
+        """Somebody has put a worker into the pool that is no instance of Dynamo: it cannot be named to a frontend."""
+        assert call.decision is not None
+        worker = call.decision.worker.id
+        self._telemetry.limited(f"foreign {worker}", "not_a_dynamo_worker", worker=worker, pool=self._pool.name)
+        call.failures.append(f"{worker} (no Dynamo instance)")
+        call.tried |= {worker}
+        self._drop(call)
 
     def _drop(self, call: Call) -> None:
         """Give everything back that the call holds."""
@@ -239,7 +281,7 @@ class Steering:
             await response.relay(call.responder, marks, on_body)
         except UpstreamError as error:
             if call.frontend is not None and not isinstance(error, UpstreamTimeout):
-                self._forwarding.failed(call.frontend, error)
+                self._forwarding.rest(call.frontend, error.kind, str(error))
             self._telemetry.limited("front-cut", "answer_cut", request_id=call.request_id, cause=str(error))
             if call.responder.started:
                 return False
@@ -271,11 +313,12 @@ class Steering:
             )
 
 
-def _steered(call: Call) -> HeaderBlock:
-    """The headers of a call with the instances it is pinned to."""
+def _steered(call: Call) -> HeaderBlock | None:
+    """The headers of a call with the instances it is pinned to; None when the worker is no instance."""
     assert call.decision is not None
     instance = dynamo_instance(call.decision.worker.id)
-    assert instance is not None  # the pool is one of Dynamo workers
+    if instance is None:
+        return None
     prefill = dynamo_instance(call.prefill.worker.id) if call.prefill is not None else None
     return call.headers.with_line(steering_lines(instance, prefill))
 

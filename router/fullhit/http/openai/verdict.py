@@ -46,9 +46,10 @@ import msgspec
 
 __all__ = ["Verdict", "error_event", "instances_in", "judge"]
 
-Blame = Literal["now", "suspect", "pause", "ask"]
+Blame = Literal["now", "suspect", "pause", "ask", "frontend"]
 
 _GONE: Final = "Service temporarily unavailable"
+_NO_MODEL: Final = "Model not found"
 _UNKNOWN: Final = "Invalid request"
 _DATA: Final = b"data:"
 _FAULTS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -59,7 +60,7 @@ _MAX_EVENT: Final = 64 << 10
 class Verdict:
     """The answer is no success of the worker's. ``cause``: a short word for counters; ``kind``: what the fleet is told
     (`report_failure`); ``blame``: when: ``now``, ``suspect`` (see the module text), ``pause`` (now, as a short pause),
-    ``ask`` (undecided until the frontend has been asked)."""
+    ``ask`` (undecided until the frontend has been asked), ``frontend`` (it may be behind; see `forwarding`)."""
 
     cause: str
     kind: str
@@ -134,6 +135,8 @@ def _verdict(status: int, message: str) -> Verdict | None:
         return Verdict("cancelled", "5xx", "suspect")
     if status == 400 and message == _UNKNOWN:
         return Verdict("unknown_instance", "busy", "ask")
+    if status == 404 and message == _NO_MODEL:
+        return Verdict("unknown_model", "", "frontend")
     return None
 
 
