@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from fullhit.config_checks import ADMIN_KEY_ENV, GRPC_KEY_ENV, check_config
 from fullhit.config_tables import (
-    MAX_WORKERS,
     POLICIES,
     RATIO_ENV,
     Address,
@@ -38,10 +38,9 @@ from fullhit.config_tables import (
     OpenAIFrontConfig,
     PoolConfig,
     ServerConfig,
-    Table,
     WorkerConfig,
+    parse_address,
 )
-from fullhit_publisher.identity import normalize_url
 
 __all__ = [
     "SETTINGS",
@@ -111,22 +110,8 @@ SETTINGS: tuple[Setting, ...] = (
 ENCODER_URLS_ENV = "FULLHIT_ENCODER_URLS"
 FRONTENDS_ENV = "FULLHIT_DYNAMO_FRONTENDS"
 CONFIG_ENV = "FULLHIT_CONFIG"
-ADMIN_KEY_ENV = "FULLHIT_ADMIN_KEY"
-GRPC_KEY_ENV = "FULLHIT_GRPC_KEY"
 _OTHER_ENV = frozenset({ENCODER_URLS_ENV, FRONTENDS_ENV, CONFIG_ENV, ADMIN_KEY_ENV, GRPC_KEY_ENV, "FULLHIT_ADMIN_URL"})
 """FULLHIT_ names that are read elsewhere; any other unknown one is reported as a likely spelling mistake."""
-
-
-def parse_address(text: str, key: str) -> Address:
-    """``HOST:PORT`` or ``[IPV6]:PORT``. Raises `ConfigError` naming ``key``."""
-    parts = urlsplit("//" + text)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if port is None or not parts.hostname or parts.path or parts.username:
-        raise ConfigError(f"expected HOST:PORT such as 127.0.0.1:8780, got {text!r}", key)
-    return Address(parts.hostname, port)
 
 
 def load_config(
@@ -163,7 +148,7 @@ def load_config(
         raise _from_validation(error) from None
     if not ratio_set:
         _ratio_from_dynamo(config, environ, warn)
-    _check(config)
+    check_config(config)
     if warn is not None:
         known = {s.env for s in SETTINGS} | _OTHER_ENV
         warn.extend(f"environment variable {name} is not one of ours; is it misspelt?" for name in sorted(environ)
@@ -264,245 +249,3 @@ def _ratio_from_dynamo(config: Config, environ: Mapping[str, str], warn: list[st
             pool.ratio = int(text)
     elif warn is not None:
         warn.append(f"{RATIO_ENV}={text!r} is not a whole number of at least 1; the default ratio is used")
-
-
-def _check(config: Config) -> None:
-    server = config.server
-    data = parse_address(server.listen, "server.listen")
-    admin = parse_address(server.admin_listen, "server.admin_listen")
-    if data == admin and data.port != 0:
-        raise ConfigError(f"{admin} is the address of server.listen; give it a port of its own", "server.admin_listen")
-    if server.admin_key_file:
-        server.admin_key = _key_from(server.admin_key_file, "server.admin_key_file")
-    if server.grpc_key_file:
-        server.grpc_key = _key_from(server.grpc_key_file, "server.grpc_key_file")
-    if server.grpc_listen:
-        _check_grpc(server)
-    if not admin.loopback and not server.admin_key:
-        raise ConfigError(
-            f"{admin} can be reached from other machines, so a key is needed: set server.admin_key_file "
-            f"(or {ADMIN_KEY_ENV}), or listen on 127.0.0.1",
-            "server.admin_listen",
-        )
-    _one_of(server.loop, ("auto", "uvloop", "asyncio"), "server.loop")
-    _positive(server, "server", ("max_body_bytes", "max_buffered_bytes", "max_connections", "head_timeout",
-                                 "body_idle_timeout", "keepalive_timeout", "write_timeout"))  # fmt: skip
-    if server.max_buffered_bytes < server.max_body_bytes:
-        raise ConfigError("must be at least server.max_body_bytes", "server.max_buffered_bytes")
-    if server.drain_timeout < 0:
-        raise ConfigError("must not be negative", "server.drain_timeout")
-    _check_events(config.events)
-    if not config.pool:
-        raise ConfigError("at least one pool is needed", "pool")
-    homes: dict[str, str] = {}
-    for name, pool in config.pool.items():
-        _check_pool(name, pool, homes)
-        if pool.dynamo is not None:
-            _check_dynamo(pool.dynamo, f"pool.{name}.dynamo", config.events.plane)
-    gateway = config.encoder_gateway
-    if gateway.enabled:
-        _check_home(config)
-    if config.openai_front is not None:
-        _check_front(config, config.openai_front)
-    elif not gateway.enabled:
-        _check_some_use(config)
-    _one_of(gateway.bad_image, ("auto", "reject", "substitute", "pass"), "encoder_gateway.bad_image")
-    if not 0 <= gateway.aliases <= 1_024:
-        raise ConfigError("must be between 0 and 1024", "encoder_gateway.aliases")
-    if gateway.encode_timeout < 180:
-        raise ConfigError(
-            "must be at least 180: SGLang's own encode may take that long", "encoder_gateway.encode_timeout"
-        )
-    _positive(gateway, "encoder_gateway", ("queue_max", "queue_max_bytes", "queue_timeout", "connect_timeout",
-                                           "follow_timeout", "max_lost", "max_parts", "upstream_idle_timeout",
-                                           "upstream_max_connections"))  # fmt: skip
-    _positive(config.health, "health", ("interval", "timeout", "misses", "stuck_after", "forget_after"))
-    if not config.health.path.startswith("/") or not config.health.path.isprintable() or " " in config.health.path:
-        raise ConfigError("must be a path such as /health", "health.path")
-    _one_of(config.log.level, ("debug", "info", "warning", "error"), "log.level")
-    _one_of(config.log.format, ("auto", "json", "text"), "log.format")
-    _one_of(config.log.decisions, ("all", "errors", "off"), "log.decisions")
-
-
-def _check_home(config: Config) -> None:
-    """The encoder gateway's pool."""
-    name = config.encoder_gateway.pool
-    if name not in config.pool:
-        raise ConfigError(
-            f"there is no pool {name!r}; without SGLang encoders set encoder_gateway.enabled = false",
-            "encoder_gateway.pool",
-        )
-    if config.pool[name].dynamo is not None:
-        raise ConfigError(
-            f"pool {name!r} has Dynamo workers, which have no /encode to call; name another pool, or set "
-            "encoder_gateway.enabled = false",
-            "encoder_gateway.pool",
-        )
-
-
-def _check_some_use(config: Config) -> None:
-    """Without a seat there must be workers for the decision API to choose from."""
-    events = config.events
-    found = events.discover and events.plane != "none"
-    if found or config.server.grpc_listen or any(pool.workers or pool.dynamo for pool in config.pool.values()):
-        return
-    raise ConfigError(
-        "the gateway is off, there is no [openai_front], and no pool can come by workers for the decision API to "
-        "choose from; set one of these up",
-        "encoder_gateway.enabled",
-    )
-
-
-def _check_front(config: Config, front: OpenAIFrontConfig) -> None:
-    key = "openai_front"
-    _one_of(front.mode, ("dynamo",), f"{key}.mode")
-    address = parse_address(front.listen, f"{key}.listen")
-    server = config.server
-    others = {"server.admin_listen": server.admin_listen}
-    if config.encoder_gateway.enabled:
-        others["server.listen"] = server.listen
-    for name, other in others.items():
-        if address.port and address == parse_address(other, name):
-            raise ConfigError(f"{address} is the address of {name}; give it a port of its own", f"{key}.listen")
-    dynamo = [name for name, pool in config.pool.items() if pool.dynamo is not None]
-    if not front.pool:
-        if len(dynamo) != 1:
-            raise ConfigError(
-                f"name the pool; those of Dynamo workers are: {', '.join(dynamo) or 'none'}", f"{key}.pool"
-            )
-        front.pool = dynamo[0]
-    for setting, name in (("pool", front.pool), ("prefill_pool", front.prefill_pool)):
-        if name and name not in dynamo:
-            why = "has no Dynamo workers" if name in config.pool else "does not exist"
-            raise ConfigError(f"pool {name!r} {why}; it needs a table [pool.{name}.dynamo]", f"{key}.{setting}")
-    if front.prefill_pool == front.pool:
-        raise ConfigError("must be another pool than openai_front.pool", f"{key}.prefill_pool")
-    if not front.frontends:
-        raise ConfigError("at least one is needed", f"{key}.frontends")
-    for place, url in enumerate(front.frontends):
-        try:
-            front.frontends[place] = normalize_url(url)
-        except ValueError as error:
-            raise ConfigError(str(error).replace("worker URL", "URL"), f"{key}.frontends.{place}") from None
-    if len(set(front.frontends)) != len(front.frontends):
-        raise ConfigError("one is listed twice", f"{key}.frontends")
-    _positive(front, key, ("connect_timeout", "first_byte_timeout", "idle_timeout", "max_attempts", "queue_max",
-                           "queue_max_bytes", "queue_timeout"))  # fmt: skip
-
-
-def _key_from(path: str, key: str) -> str:
-    try:
-        text = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", key) from None
-    if not text:
-        raise ConfigError(f"{path} is empty", key)
-    return text
-
-
-def _check_grpc(server: ServerConfig) -> None:
-    address = parse_address(server.grpc_listen, "server.grpc_listen")
-    if not address.loopback and not server.grpc_key:
-        raise ConfigError(
-            f"{address} can be reached from other machines, so a key is needed: set server.grpc_key_file "
-            f"(or {GRPC_KEY_ENV}), or listen on 127.0.0.1",
-            "server.grpc_listen",
-        )
-    if bool(server.grpc_tls_cert) != bool(server.grpc_tls_key):
-        raise ConfigError("a certificate and its key go together: set server.grpc_tls_cert and server.grpc_tls_key",
-                          "server.grpc_tls_cert")  # fmt: skip
-    if server.grpc_client_ca and not server.grpc_tls_cert:
-        raise ConfigError("client certificates need TLS: set server.grpc_tls_cert too", "server.grpc_client_ca")
-    _positive(server, "server", ("grpc_max_message_bytes",))
-
-
-def _check_events(events: EventsConfig) -> None:
-    plane = events.plane
-    if plane != "none" and plane != "embedded":
-        if plane.startswith("embedded:"):
-            port = plane.removeprefix("embedded:")
-            if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
-                raise ConfigError(f"embedded:PORT needs a port number, got {port!r}", "events.plane")
-        elif urlsplit(plane).scheme not in ("nats", "tls"):
-            raise ConfigError(
-                f"expected embedded, embedded:PORT, nats://..., tls://... or none, got {plane!r}",
-                "events.plane",
-            )
-    _positive(events, "events", ("plane_grace", "doubt_ttl", "max_message_bytes", "max_key_chars",
-                                 "max_buffered_deltas"))  # fmt: skip
-
-
-def _check_dynamo(dynamo: DynamoConfig, key: str, plane: str) -> None:
-    if not dynamo.namespace:
-        raise ConfigError("must not be empty", f"{key}.namespace")
-    _one_of(dynamo.plane, ("nats", "zmq"), f"{key}.plane")
-    kind, _, place = dynamo.discovery.partition(":")
-    if kind not in ("file", "etcd") or not place:
-        raise ConfigError(
-            f"expected file:PATH (the folder of DYN_FILE_KV) or etcd:URL, got {dynamo.discovery!r}", f"{key}.discovery"
-        )
-    if dynamo.plane == "nats":
-        if not dynamo.nats_url:
-            if urlsplit(plane).scheme not in ("nats", "tls"):
-                raise ConfigError(
-                    "needed, for events.plane is no NATS server that Dynamo could use too", f"{key}.nats_url"
-                )
-            dynamo.nats_url = plane
-        if dynamo.brokers:
-            raise ConfigError('are for plane = "zmq"', f"{key}.brokers")
-    for broker in dynamo.brokers:
-        if not broker.startswith("tcp://"):
-            raise ConfigError(f"expected the tcp:// address of a broker's XPUB side, got {broker!r}", f"{key}.brokers")
-    _positive(dynamo, key, ("lease",))
-
-
-def _check_pool(name: str, pool: PoolConfig, homes: dict[str, str]) -> None:
-    """``homes``: worker URL -> the pool that has it, over all pools seen so far."""
-    key = f"pool.{name}"
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
-        raise ConfigError("a pool's name has 1 to 64 letters, digits, _ . or -", key)
-    _one_of(pool.role, ("encode",), f"{key}.role")
-    _one_of(pool.policy, POLICIES, f"{key}.policy")
-    _one_of(pool.parity, ("none", "dynamo"), f"{key}.parity")
-    _one_of(pool.load_until, ("first_token", "end"), f"{key}.load_until")
-    if pool.parity == "dynamo" and pool.device_ratios:
-        raise ConfigError('must be left out with parity = "dynamo"', f"{key}.device_ratios")
-    if pool.dynamo is not None and pool.workers:
-        raise ConfigError("must be left out: discovery finds the workers of a Dynamo pool", f"{key}.workers")
-    _one_of(pool.full_hit.prefer, ("gpu", "any"), f"{key}.full_hit.prefer")
-    if pool.ratio < 1:
-        raise ConfigError("must be a whole number of at least 1", f"{key}.ratio")
-    for device, ratio in pool.device_ratios.items():
-        if ratio < 1:
-            raise ConfigError("must be a whole number of at least 1", f"{key}.device_ratios.{device}")
-    if pool.max_inflight < 0:
-        raise ConfigError("must not be negative (0 = no cap)", f"{key}.max_inflight")
-    _positive(pool, key, ("predicted_capacity_bytes", "max_keys", "max_keys_per_worker", "max_workers"))
-    if pool.max_workers > MAX_WORKERS:
-        raise ConfigError(f"must be at most {MAX_WORKERS}", f"{key}.max_workers")
-    if len(pool.workers) > pool.max_workers:
-        raise ConfigError(f"{len(pool.workers)} workers, but max_workers is {pool.max_workers}", f"{key}.workers")
-    for place, worker in enumerate(pool.workers):
-        entry = WorkerConfig(url=worker) if isinstance(worker, str) else worker
-        where = f"{key}.workers.{place}"
-        try:
-            entry.url = normalize_url(entry.url)
-        except ValueError as error:
-            raise ConfigError(str(error), where) from None
-        if not 0 < entry.weight < 1e6:
-            raise ConfigError("must be above 0", f"{where}.weight")
-        home = homes.setdefault(entry.url, f"{name}.{place}")
-        if home != f"{name}.{place}":
-            raise ConfigError(f"{entry.url} is listed twice; the other place is pool.{home}", where)
-        pool.workers[place] = entry
-
-
-def _one_of(value: str, allowed: Sequence[str], key: str) -> None:
-    if value not in allowed:
-        raise ConfigError(f"expected one of {', '.join(allowed)}, got {value!r}", key)
-
-
-def _positive(table: Table, prefix: str, names: Sequence[str]) -> None:
-    for name in names:
-        if not getattr(table, name) > 0:
-            raise ConfigError("must be above 0", f"{prefix}.{name}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -28,6 +29,7 @@ __all__ = [
     "ServerConfig",
     "Table",
     "WorkerConfig",
+    "parse_address",
 ]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -69,6 +71,18 @@ class Address(NamedTuple):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def parse_address(text: str, key: str) -> Address:
+    """``HOST:PORT`` or ``[IPV6]:PORT``. Raises `ConfigError` naming ``key``."""
+    parts = urlsplit("//" + text)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if port is None or not parts.hostname or parts.path or parts.username:
+        raise ConfigError(f"expected HOST:PORT such as 127.0.0.1:8780, got {text!r}", key)
+    return Address(parts.hostname, port)
 
 
 class Table(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
