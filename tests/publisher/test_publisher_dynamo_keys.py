@@ -64,6 +64,16 @@ def test_the_short_way_of_data_uris_gives_what_the_parser_gives(data: str, kind:
     assert normalized_url(text) == Parser(text).href
 
 
+@pytest.mark.parametrize("place", [0, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, (512 << 10) - 1, 600_000])
+@pytest.mark.parametrize("odd", ["\n", "é"])
+def test_an_odd_character_anywhere_in_a_large_data_uri_takes_the_long_way(place: int, odd: str) -> None:
+    from ada_url import URL as Parser
+
+    text = "data:image/png;base64," + "A" * place + odd + "A" * (600_000 - place)
+    assert normalized_url(text) == Parser(text).href != text
+    assert normalized_url(text.replace(odd, "A")) == text.replace(odd, "A")
+
+
 def test_a_picture_by_url_is_the_blake3_digest_of_the_normalised_text() -> None:
     # BLAKE3 of nothing, from its published test vectors.
     assert url_key("") == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"

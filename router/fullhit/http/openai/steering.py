@@ -75,7 +75,8 @@ class Steering:
         self.choice = Choice(decode, prefill, settings, telemetry, clock)
         self._forwarding = Forwarding(client, frontends, settings, telemetry)
         self._gone: dict[str, float] = {}  # workers that could not be reached, and when that was
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="fullhit-keys")
+        # One, for most of the work needs the interpreter: more of them would only crowd out the loop.
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="fullhit-keys")
 
     def close(self) -> None:
         self.choice.close()
