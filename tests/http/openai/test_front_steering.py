@@ -82,6 +82,20 @@ async def test_a_stream_passes_byte_for_byte_and_its_first_token_ends_the_encodi
     await house.at_rest()
 
 
+async def test_a_stream_that_takes_its_time_has_its_head_passed_on(open_house, lab):
+    house = await open_house(head_patience=0.05)
+    late = asyncio.Event()
+    house.frontend.answer = lab.streams(late, lab.TOKENS, lab.DONE)
+    async with await house.connect() as client:
+        client.send(house.message(lab.chat(stream=True)))
+        assert b"text/event-stream" in await client.reader.readuntil(b"\r\n\r\n")
+        (worker,) = [worker for worker in house.pool.workers() if worker.inflight]
+        assert worker.encoding == 1
+        late.set()
+        assert lab.DONE in await client.reader.readuntil(b"0\r\n\r\n")
+    await house.at_rest()
+
+
 @pytest.mark.parametrize(("load_until", "parity"), [("end", "none"), ("first_token", "dynamo")])
 async def test_where_load_lasts_to_the_end_a_request_encodes_for_as_long(open_house, lab, load_until, parity):
     house = await open_house(load_until=load_until, parity=parity)

@@ -127,6 +127,35 @@ async def test_an_answer_that_ends_before_it_begins_is_told_by_the_peek(rig: Rig
 
 
 @on_both_loops
+async def test_a_peek_that_has_waited_long_enough_gives_nothing_and_spoils_nothing(rig: Rig):
+    go = asyncio.Event()
+    peeked: list[bytes] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(HEAD + b"Content-Length: 5\r\n\r\n")
+        await go.wait()
+        writer.write(b"hello")
+        await reader.read()
+
+    server = await rig.server(script)
+    client = rig.upstream()
+
+    async def handler(request: Request, responder: Responder) -> None:
+        response = await client.send(rig.origin(server), b"GET", b"/", (), timeouts=TIMEOUTS)
+        peeked.append(await response.peek(0.02))
+        go.set()
+        peeked.append(await response.peek(20))
+        await response.relay(responder)
+
+    await rig.listen(handler)
+    visitor = await rig.connect()
+    visitor.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert (await visitor.reply()).body == b"hello"
+    assert peeked == [b"", b"hello"]
+
+
+@on_both_loops
 async def test_a_visitor_who_leaves_during_a_peek_ends_the_request_at_the_server(rig: Rig):
     ended = asyncio.Event()
     begun = asyncio.Event()

@@ -60,6 +60,7 @@ class Forwarding:
             first_byte=settings.first_byte_timeout,
             idle=settings.idle_timeout,
         )
+        self._patience = settings.head_patience
         limit = settings.connect_timeout
         self._brief = Timeouts(connect=limit, first_byte=limit, total=2 * limit)
 
@@ -101,9 +102,10 @@ class Forwarding:
             return response
 
     async def peek(self, call: Call, response: UpstreamResponse) -> bytes:
-        """The beginning of the answer's body. Raises Broken, and Refusal for a time-out."""
+        """The beginning of the answer's body, or nothing when it takes its time. Raises Broken, and Refusal for a
+        time-out."""
         try:
-            return await response.peek()
+            return await response.peek(self._patience)
         except UpstreamTimeout as error:
             raise Refusal(504, "frontend_timeout", f"a Dynamo frontend fell silent: {error}") from error
         except UpstreamError as error:

@@ -45,6 +45,8 @@ class FrontSettings:
     """Bodies above this are read in a thread."""
     max_items: int = 10_000
     """Media items looked at in one request; with more it is steered by load alone."""
+    head_patience: float = 15.0
+    """How long the head of a stream may wait for the beginning of its body, by which the answer is judged."""
     retry_within: float = 30.0
     """A worker's time-out is tried elsewhere only if it came sooner than this."""
 

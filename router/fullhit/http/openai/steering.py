@@ -5,8 +5,8 @@
 
 Slots are taken with the choice and given back exactly once, whatever ends the request. A request is sent again only
 while nothing has reached the client; what each failure allows is said in `verdict` (workers) and in `forwarding`
-(frontends). To judge it, a stream's head waits for the first bytes of its body, which the frontend sends with the first
-token (or a comment, if it sends any); everything is then passed on as it came.
+(frontends). To judge it, a stream's head waits a while for the first bytes of its body, which the frontend sends with
+the first token (or a comment, if it sends any); everything is then passed on as it came.
 """
 
 from __future__ import annotations

@@ -109,12 +109,20 @@ class UpstreamResponse(Feeder):
 
     # --- relayed
 
-    async def peek(self) -> bytes:
+    async def peek(self, patience: float | None = None) -> bytes:
         """Wait for the beginning of the body and return what has arrived of it, chunk framing included; empty when
-        there is none. It stays where it is, for `read` or `relay`. Raises what ended the connection before it.
+        there is none, or none within `patience` seconds. It stays where it is, for `read` or `relay`. Raises what ended
+        the connection before it.
         """
         if not self._held:
-            await self._until_over(arrival=True)
+            timer = None
+            if patience is not None:
+                timer = asyncio.get_running_loop().call_later(patience, self._wake)
+            try:
+                await self._until_over(arrival=True)
+            finally:
+                if timer is not None:
+                    timer.cancel()
         if self._error is not None and not self._held:
             raise self._error
         return b"".join(self._held)
