@@ -1,10 +1,11 @@
 """The encoder gateway: SGLang language servers in front, SGLang encoders behind."""
 
+from fullhit.http.common import Origins
+
 from .gateway import EncoderGateway
 from .parts import PartLimits
 from .replies import sglang_error
 from .settings import FleetView, GatewaySettings, GatewayTelemetry
-from .upstream import Origins
 
 __all__ = [
     "EncoderGateway",

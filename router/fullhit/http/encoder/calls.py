@@ -18,7 +18,7 @@ from fullhit.http.wire import HeaderBlock, Origin, Request, Responder
 from .media import EncodeInfo
 from .parts import Part
 
-__all__ = ["Call", "InFlight", "LivePart"]
+__all__ = ["Call", "LivePart"]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,35 +48,6 @@ class LivePart:
                 task.cancel()
             self.deliveries.clear()
         self.withdraw(self.part)
-
-
-class InFlight:
-    """When the calls which each encoder is working on began: a stuck encoder shows by its oldest one."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._started: dict[str, dict[object, float]] = {}
-
-    def begin(self, worker: str, call: object) -> None:
-        """``call`` (any object of its own) to ``worker`` begins; tell `end` once."""
-        calls = self._started.get(worker)
-        if calls is None:
-            calls = self._started[worker] = {}
-        calls[call] = self._clock()
-
-    def end(self, worker: str, call: object) -> None:
-        calls = self._started[worker]
-        del calls[call]
-        if not calls:
-            del self._started[worker]
-
-    def oldest(self) -> dict[str, float]:
-        """Age in seconds of the oldest call by worker; without those that have none."""
-        now = self._clock()
-        return {worker: now - next(iter(calls.values())) for worker, calls in self._started.items()}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._started.values()))
 
 
 class Call:

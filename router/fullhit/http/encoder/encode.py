@@ -18,16 +18,17 @@ from dataclasses import replace
 
 from fullhit.core.decision import Decision
 from fullhit.core.types import SelectRequest
+from fullhit.http.common import InFlight, request_id_line, request_id_of
 from fullhit.http.waiting import WaitedTooLong, WaitingRoom, WaitingRoomFull
 from fullhit.http.wire import Request, Responder, Timeouts, UpstreamError, header_block
 
-from .calls import Call, InFlight, LivePart
+from .calls import Call, LivePart
 from .imagecheck import inspect_image
 from .media import BadBody, parse_encode
 from .mending import Mender
 from .parts import Part, PartState
 from .peers import address_of, is_loopback, is_wildcard
-from .replies import Refusal, message_in, request_id_line, request_id_of
+from .replies import Refusal, message_in
 from .shared import Shared
 from .upstream import Answer, Failure, answer_of, failure_of, is_listening, refusal_of, with_id
 

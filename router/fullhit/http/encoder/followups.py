@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 
+from fullhit.http.common import request_id_line, request_id_of
 from fullhit.http.wire import Request, Responder, Timeouts, UpstreamError, end_to_end, header_block
 
 from .media import BadBody, FollowUp, parse_follow_up, parse_registration
 from .parts import AmbiguousPart, InconsistentCount, Part, PartState, TooManyRegistrations
 from .peers import address_of
-from .replies import Refusal, reply_json, request_id_line, request_id_of
+from .replies import Refusal, reply_json
 from .rewrite import CannotRewrite, renamed
 from .shared import Shared
 from .upstream import Answer, Failure, answer_of, failure_of, with_id

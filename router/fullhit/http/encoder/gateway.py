@@ -30,6 +30,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from fullhit.core.pool import Pool
+from fullhit.http.common import Origins, request_id_of
 from fullhit.http.wire import Request, Responder, UpstreamClient
 
 from .delivery import Deliveries
@@ -38,11 +39,10 @@ from .followups import FollowUpRoutes
 from .parts import PartTable
 from .peers import PeerMemory, address_of
 from .registry import RegistryRoutes
-from .replies import Refusal, reply_error, request_id_of
+from .replies import Refusal, reply_error
 from .settings import FleetView, GatewaySettings, GatewayTelemetry
 from .shared import Seldom, Shared
 from .substitute import unreadable_uri
-from .upstream import Origins
 
 __all__ = ["EncoderGateway"]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from fullhit.http.wire import Request, Responder
+from fullhit.http.wire import Responder
 
 __all__ = [
     "JSON",
@@ -18,15 +17,12 @@ __all__ = [
     "reply_error",
     "reply_json",
     "reply_text",
-    "request_id_line",
-    "request_id_of",
     "sglang_error",
 ]
 
 HeaderList = Sequence[tuple[bytes, bytes]]
 
 JSON: Final = (b"Content-Type", b"application/json")
-_MAX_ID: Final = 256
 
 
 class Refusal(Exception):
@@ -61,21 +57,6 @@ def sglang_error(status: int, code: str, message: str, request_id: str) -> tuple
     if request_id:
         body["request_id"] = request_id
     return "application/json", msgspec.json.encode(body)
-
-
-def request_id_of(request: Request) -> tuple[bytes, bool]:
-    """The request's ``x-request-id``, and whether it came with one; a fresh one otherwise."""
-    if b"x-request-id" in request.names:
-        given = request.get(b"x-request-id")
-        if given and len(given) <= _MAX_ID and given.isascii() and given.decode().isprintable():
-            return given, True
-    # Unique is all it has to be; asking the kernel for entropy would cost as much as choosing an encoder.
-    return b"%032x" % random.getrandbits(128), False
-
-
-def request_id_line(request_id: bytes) -> bytes:
-    """The header line of an id from `request_id_of`, which lets nothing through that could end a line."""
-    return b"x-request-id: %b\r\n" % request_id
 
 
 def reply_error(responder: Responder, refusal: Refusal, request_id: bytes) -> None:

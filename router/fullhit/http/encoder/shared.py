@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from fullhit.core.pool import Pool
+from fullhit.http.common import Origins
 from fullhit.http.wire import UpstreamClient
 
 from .delivery import Deliveries
 from .parts import PartTable
 from .peers import PeerMemory
 from .settings import FleetView, GatewaySettings, GatewayTelemetry
-from .upstream import Origins
 
 __all__ = ["Seldom", "Shared"]
 

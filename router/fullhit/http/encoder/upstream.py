@@ -24,10 +24,8 @@ without a new attempt the request would fail for certain, with one it can only f
 from __future__ import annotations
 
 import asyncio
-import ssl
 from dataclasses import dataclass, replace
 from typing import Final, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -41,7 +39,7 @@ from fullhit.http.wire import (
     UpstreamTimeout,
 )
 
-__all__ = ["Answer", "Failure", "Origins", "answer_of", "failure_of", "is_listening", "refusal_of", "with_id"]
+__all__ = ["Answer", "Failure", "answer_of", "failure_of", "is_listening", "refusal_of", "with_id"]
 
 Retry = Literal["yes", "if_harmless", "no"]
 
@@ -146,25 +144,3 @@ async def is_listening(origin: Origin) -> bool:
         return True
     writer.transport.abort()
     return True
-
-
-class Origins:
-    """Worker URL -> `Origin`. https URLs get one TLS context for all."""
-
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        self._tls = tls
-        self._known: dict[str, Origin] = {}
-
-    def of(self, url: str) -> Origin:
-        origin = self._known.get(url)
-        if origin is None:
-            parts = urlsplit(url)
-            secure = parts.scheme == "https"
-            if secure and self._tls is None:
-                self._tls = ssl.create_default_context()
-            port = parts.port or (443 if secure else 80)
-            origin = Origin(parts.hostname or "", port, self._tls if secure else None)
-            if len(self._known) > 65_536:
-                self._known.clear()
-            self._known[url] = origin
-        return origin

@@ -11,7 +11,7 @@ from typing import Final
 
 from fullhit.core.decision import Decision
 from fullhit.core.types import NoEligibleWorker, SelectRequest
-from fullhit.http.encoder.calls import InFlight
+from fullhit.http.common import InFlight
 from fullhit.http.waiting import WaitedTooLong, WaitingRoom, WaitingRoomFull
 
 from .calls import Call, Seats

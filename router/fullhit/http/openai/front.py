@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
-from fullhit.http.encoder.replies import request_id_line, request_id_of
-from fullhit.http.encoder.upstream import Origins
+from fullhit.http.common import Origins, request_id_line, request_id_of
 from fullhit.http.wire import Request, Responder, UpstreamClient
 from fullhit_publisher.dynamo_keys import KeyRules
 
