@@ -425,6 +425,13 @@ def test_a_record_is_json_and_shows_the_state_of_the_moment_it_was_made():
     }
     assert (second["worker"], second["inflight"], second["keys_held"]) == ("cuda0", 0, 0)
     assert record["ineligible_holders"] == ["cpu2"]
+    assert record["holders"] == [
+        {"key": K[0].hex(), "workers": ["cuda1", "cpu2"], "doubtful": [], "more": 0},
+        {"key": K[1].hex(), "workers": ["cuda1"], "doubtful": [], "more": 0},
+    ]
+    pool.set_doubtful("cpu2", True)
+    doubted = pool.select(ask(K[0], dry_run=True)).record()["holders"]
+    assert doubted == [{"key": K[0].hex(), "workers": ["cpu2"], "doubtful": ["cpu2"], "more": 0}]
     assert "hold all 2 keys" in record["why"]
 
 

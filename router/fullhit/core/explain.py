@@ -14,15 +14,18 @@ from .look import Look
 from .types import Reason
 from .worker import Worker
 
-__all__ = ["CANDIDATES", "render"]
+__all__ = ["CANDIDATES", "KEYS", "render"]
 
 CANDIDATES = 16
+KEYS = 32
+"""Keys whose holders are listed."""
 
 
 def render(look: Look, worker: Worker, reason: Reason) -> dict[str, Any]:
-    """JSON-ready parts of a record: policy, why, inputs, counts, groups, candidates. Keys as hexadecimal text.
+    """JSON-ready parts of a record: policy, why, inputs, counts, groups, holders, candidates. Keys as hexadecimal text.
 
-    At most `CANDIDATES` candidates: the chosen one, then full holders, other holders and the rest, each by load.
+    `holders` has up to `KEYS` keys, with up to `CANDIDATES` workers each that are believed to hold them, eligible or
+    not, and which of those were doubtful. At most `CANDIDATES` candidates: the chosen one, then full holders, other holders and the rest, each by load.
     `inflight` is None for one that was too far from the least loaded for its load to be kept.
     """
     request = look.request
@@ -60,6 +63,9 @@ def render(look: Look, worker: Worker, reason: Reason) -> dict[str, Any]:
         "groups": [
             {"class": group.name, "ratio": group.ratio, "workers": n, "encoding": encoding, "allowed": allowed}
             for group, n, encoding, allowed in _budgets(look)
+        ],
+        "holders": [
+            _holders(look, key.hex(), mask) for key, mask in zip(request.keys[:KEYS], look.masks[:KEYS], strict=True)
         ],
         "candidates": [
             _candidate(look, bit, look.inflight if bit == chosen else _inflight(look, bit), bit == chosen)
@@ -103,6 +109,20 @@ def _inflight(look: Look, bit: int) -> int | None:
             if part & bit:
                 return inflight
     return None
+
+
+def _holders(look: Look, key: str, mask: int) -> dict[str, Any]:
+    # A slot without a worker is being filled, or waits to be swept.
+    by_slot = look.scene.by_slot
+    seats = [slot for bit in _bits(mask) if (slot := bit.bit_length() - 1) < len(by_slot)]
+    names = {slot: worker.id for slot in seats if (worker := by_slot[slot]) is not None}
+    shown = list(names)[:CANDIDATES]
+    return {
+        "key": key,
+        "workers": [names[slot] for slot in shown],
+        "doubtful": [names[slot] for slot in shown if look.scene.doubtful >> slot & 1],
+        "more": len(names) - len(shown),
+    }
 
 
 def _candidate(look: Look, bit: int, inflight: int | None, chosen: bool) -> dict[str, Any]:

@@ -89,6 +89,15 @@ class Inputs(msgspec.Struct):
     dry_run: bool
 
 
+class KeyHolders(msgspec.Struct):
+    """Workers believed to hold a key, which of them were doubtful, and how many more there are."""
+
+    key: str
+    workers: list[str]
+    doubtful: list[str]
+    more: int
+
+
 class Decision(msgspec.Struct):
     """Why a worker was chosen. ``at``: UTC. ``outcome``: what became of the request, where this router saw it."""
 
@@ -103,6 +112,7 @@ class Decision(msgspec.Struct):
     inputs: Inputs
     counts: dict[str, int]
     groups: list[dict[str, Any]]
+    holders: list[KeyHolders]
     candidates: list[Candidate]
     ineligible_holders: list[str]
     outcome: dict[str, Any] = {}
