@@ -25,8 +25,9 @@ def render(look: Look, worker: Worker, reason: Reason) -> dict[str, Any]:
     """JSON-ready parts of a record: policy, why, inputs, counts, groups, holders, candidates. Keys as hexadecimal text.
 
     `holders` has up to `KEYS` keys, with up to `CANDIDATES` workers each that are believed to hold them, eligible or
-    not, and which of those were doubtful. At most `CANDIDATES` candidates: the chosen one, then full holders, other holders and the rest, each by load.
-    `inflight` is None for one that was too far from the least loaded for its load to be kept.
+    not, and which of those were doubtful. At most `CANDIDATES` candidates: the chosen one, then full holders, other
+    holders and the rest, each by load. `inflight` is None for one that was too far from the least loaded for its load
+    to be kept.
     """
     request = look.request
     by_slot = look.scene.by_slot
