@@ -11,6 +11,7 @@ Reads one JSON array a line from its input and answers each with one JSON object
 import asyncio
 import hashlib
 import json
+import os
 import random
 import sys
 
@@ -19,7 +20,7 @@ from dynamo.runtime import DistributedRuntime
 
 
 async def main(endpoint_name):
-    runtime = DistributedRuntime(asyncio.get_running_loop(), "file", "tcp")
+    runtime = DistributedRuntime(asyncio.get_running_loop(), os.environ["DISCOVERY"], "tcp")
     endpoint = runtime.endpoint(endpoint_name)
     publisher = MultimodalEmbeddingCachePublisher()
     await publisher.create_endpoint(endpoint)

@@ -17,6 +17,7 @@ import zmq
 from fullhit.app import Router
 from fullhit.config import load_config
 from fullhit.events import EmbeddedNats
+from fullhit.lab.processes import Supervisor, free_port
 from fullhit.telemetry import Log
 from fullhit_publisher.identity import dynamo_name
 from fullhit_publisher.keys import fold
@@ -78,7 +79,8 @@ class Publisher:
 
 
 class Stand:
-    """``transport``: ``nats``, ``zmq`` (publishers' own sockets) or ``broker``. Use with ``async with``."""
+    """``transport``: ``nats``, ``zmq`` (publishers' own sockets), ``broker``, or ``etcd`` (discovery there, events over
+    NATS). Use with ``async with``."""
 
     def __init__(self, environment: Environment, transport: str) -> None:
         self.transport = transport
@@ -91,10 +93,14 @@ class Stand:
         self.router: Router | None = None
         self._publishers: list[Publisher] = []
         self._broker: _Broker | None = None
+        self._processes = Supervisor(Path(self._folder.name) / "logs")
+        self._etcd = ""
 
     async def __aenter__(self) -> Stand:
         self.store.mkdir()
-        if self.transport == "nats":
+        if self.transport == "etcd":
+            self._etcd = await start_etcd(self._processes, Path(self._folder.name) / "etcd")
+        if self.transport in ("nats", "etcd"):
             self.nats = EmbeddedNats(0)
             await self.nats.start()
         elif self.transport == "broker":
@@ -109,11 +115,13 @@ class Stand:
             await self.nats.close()
         if self._broker is not None:
             self._broker.close()
+        self._processes.close()
         self._folder.cleanup()
 
     async def start_router(self) -> None:
         plane = {
             "nats": lambda: f'nats_url = "{self.nats.url}"',  # type: ignore[union-attr]
+            "etcd": lambda: f'nats_url = "{self.nats.url}"',  # type: ignore[union-attr]
             "zmq": lambda: 'plane = "zmq"',
             "broker": lambda: f'plane = "zmq"\nbrokers = ["{self._broker.xpub}"]',  # type: ignore[union-attr]
         }[self.transport]()
@@ -121,7 +129,7 @@ class Stand:
         file.write_text(
             '[server]\nlisten = "127.0.0.1:0"\nadmin_listen = "127.0.0.1:0"\n[events]\nplane = "none"\n'
             f'[pool.default]\n[pool.{POOL}.dynamo]\nnamespace = "{self.namespace}"\ncomponent = "{self.component}"\n'
-            f'discovery = "file:{self.store}"\n{plane}\n'
+            f'discovery = "{f"etcd:{self._etcd}" if self._etcd else f"file:{self.store}"}"\n{plane}\n'
         )
         self.router = Router(load_config(file, environ={}), Log(io.StringIO(), "info", "json"))
         await self.router.start()
@@ -137,11 +145,14 @@ class Stand:
         environment.update(
             PYTHONPATH=str(self._environment.runtimes[release]),
             DYN_FILE_KV=str(self.store),
-            DYN_EVENT_PLANE="nats" if self.transport == "nats" else "zmq",
+            DISCOVERY="etcd" if self._etcd else "file",
+            DYN_EVENT_PLANE="nats" if self.nats is not None else "zmq",
             DYN_EVENT_PLANE_HOST="127.0.0.1",
             DYN_TCP_RPC_HOST="127.0.0.1",
             DYN_LOG="error",
         )
+        if self._etcd:
+            environment["ETCD_ENDPOINTS"] = self._etcd
         if self.nats is not None:
             environment["NATS_SERVER"] = self.nats.url
         if self._broker is not None:
@@ -201,6 +212,22 @@ class Stand:
             f"{publisher.release}: {len(held)} keys, of which we hold {self.key_count(publisher)}",
             seconds,
         )
+
+
+async def start_etcd(processes: Supervisor, folder: Path) -> str:
+    """A server of its own on loopback; returns the URL of its clients."""
+    url, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    flags = {
+        "data-dir": str(folder),
+        "listen-client-urls": url,
+        "advertise-client-urls": url,
+        "listen-peer-urls": peer,
+        "initial-advertise-peer-urls": peer,
+        "initial-cluster": f"default={peer}",
+    }
+    child = processes.run("etcd", ["etcd", *(f"--{name}={value}" for name, value in flags.items())])
+    await child.answers(url + "/health")
+    return url
 
 
 class _Broker:
