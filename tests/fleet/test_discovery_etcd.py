@@ -1,7 +1,7 @@
 """Discovery through etcd's JSON gateway, against a server that answers as the gateway is documented to.
 
-The exchanges are made by hand: 64-bit numbers as text, keys and values in base64, a watch as one JSON object a line. They
-run everywhere; `test_discovery_real_etcd` asks a real server the same things where there is one.
+The exchanges are made by hand: 64-bit numbers as text, keys and values in base64, a watch as one JSON object a line.
+They run everywhere; `test_discovery_real_etcd` asks a real server the same things where there is one.
 """
 
 from __future__ import annotations
