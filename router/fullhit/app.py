@@ -143,7 +143,7 @@ class Router:
 
     async def stop(self, drain: float) -> None:
         """Finish what runs for up to ``drain`` seconds, then end everything. Never raises."""
-        self.draining = True
+        self.draining = self.service.leaving = True
         await asyncio.gather(*(self._drain(seat, drain) for seat in self.seats if seat.listening))
         for name, ending in (
             *((seat.name, seat.close) for seat in self.seats),

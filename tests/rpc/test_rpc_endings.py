@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+import aiohttp
 import grpc
 import pytest
 
@@ -218,3 +219,27 @@ async def test_census_after_a_storm_of_clients(opening, until):
         await until(lambda: house.inflight() == 0, "the slots are back")
         assert len(house.service.leases) == 0 and not house.service.leases._of_request
         assert sum(w.encoding for w in house.pool.workers()) == 0
+
+
+async def test_a_draining_router_chooses_nothing_more_at_either_door_but_takes_slots_back(house):
+    house.add_ready(A)
+    stub = house.stub()
+    held = await stub.Select(pb.SelectRequest(keys=["k"]))
+    house.service.leaving = True
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Select(pb.SelectRequest(keys=["k"]))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert dict(refused.value.trailing_metadata())["fullhit-code"] == "leaving"
+    session = stub.Session()
+    await session.write(pb.SessionRequest(call=3, select=pb.SelectRequest(keys=["k"])))
+    answer = await session.read()
+    assert (answer.call, answer.refusal.code, answer.refusal.retryable) == (3, "leaving", True)
+    session.cancel()
+    async with aiohttp.ClientSession() as client:
+        async with client.post(f"{house.admin}/select", json={"keys": ["k"]}) as reply:
+            assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
+            assert (await reply.json())["error"]["code"] == "leaving"
+        async with client.post(f"{house.admin}/select", json={"keys": ["k"], "dry_run": True}) as reply:
+            assert reply.status == 200
+    assert (await stub.Release(pb.ReleaseRequest(lease_id=held.lease_id))).released
+    assert house.inflight() == 0

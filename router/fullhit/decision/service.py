@@ -50,7 +50,8 @@ class DecisionError(Exception):
     """The question cannot be answered. ``code`` is one of:
 
     ``invalid_request``, ``unknown_pool``, ``unknown_decision``: the caller's mistake, and the text names it;
-    ``too_many_leases``: release finished ones; ``empty_pool``, ``all_busy``, ``all_down``, ``all_excluded``: nobody can
+    ``leaving``: the router is being stopped and takes nothing new; ``too_many_leases``: release finished ones;
+    ``empty_pool``, ``all_busy``, ``all_down``, ``all_excluded``: nobody can
     take the request, as `NoEligibleWorker` tells. ``retryable``: the same call may succeed a little later.
     """
 
@@ -125,6 +126,8 @@ class DecisionService:
         self.leases = Leases(self.settings.lease_seconds, self.settings.max_leases, clock=clock)
         self.telemetry = telemetry
         self.fleet = fleet
+        self.leaving = False
+        """Nothing is chosen any more; set it when the router begins to drain."""
         self.feed = WorkerFeed(self.workers, clock)
         """What all watchers share; `touch` it when somebody came or went."""
         self._pools = pools
@@ -136,6 +139,8 @@ class DecisionService:
 
         ``holder``: whose lease it is; see `Leases.bind`.
         """
+        if self.leaving and not call.dry_run:
+            raise DecisionError("leaving", "the router is being stopped; ask another one", retryable=True)
         name = call.pool or self.settings.default_pool
         pool = self._pools.get(name)
         if pool is None:
