@@ -74,6 +74,8 @@ def test_a_session_is_found_under_either_key(desk: Desk) -> None:
     desk.pool.apply_delta(BIG, [fold(f"{hashlib.sha256(b's1').hexdigest()}:{url_key(URL)}")], [])
     assert desk.ask(**call).worker.id == BIG
     assert desk.ask(openai_chat=json.dumps(CHAT).encode()).reason is Reason.MISS, "another session's"
+    assert desk.ask(openai_chat=json.dumps(CHAT).encode(), session=" s1 ").worker.id == BIG
+    assert desk.ask(openai_chat=json.dumps(CHAT).encode(), session="s2").reason is Reason.MISS
 
 
 def test_an_item_without_key_makes_it_a_partial_hit_at_best(desk: Desk) -> None:

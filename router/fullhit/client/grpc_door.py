@@ -238,6 +238,7 @@ def _request(question: Question) -> pb.SelectRequest:
         pool=question.pool,
         keys=question.keys,
         modality=question.modality,
+        session=question.session,
         exclude=question.exclude,
         request_id=question.request_id,
         lease_seconds=question.lease_seconds,

@@ -32,7 +32,8 @@ class _Calls:
     def select_body(question: Question) -> bytes:
         fields = {
             "pool": question.pool or None, "keys": list(question.keys), "items": list(question.items),
-            "modality": question.modality, "exclude": list(question.exclude), "request_id": question.request_id,
+            "modality": question.modality, "session": question.session, "exclude": list(question.exclude),
+            "request_id": question.request_id,
             "lease_seconds": question.lease_seconds, "dry_run": question.dry_run,
         }  # fmt: skip
         text = json.dumps(fields).encode()

@@ -58,6 +58,7 @@ class Question:
     modality: str = "IMAGE"
     sglang_encode: bytes | None = None
     openai_chat: bytes | None = None
+    session: str = ""
     exclude: Sequence[str] = ()
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     lease_seconds: float = 0.0

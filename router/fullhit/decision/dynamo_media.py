@@ -38,10 +38,14 @@ def read_dynamo_media(
     *,
     encode_body: bytes | None = None,
     chat_body: bytes | None = None,
+    session: str = "",
     limit: int = 10_000,
 ) -> DynamoMedia:
-    """Everything a caller named, as one. Raises `MediaError`, also for more than ``limit`` keys and items."""
-    media = fold_media(_named(rules, items, modality, encode_body, chat_body), keys)
+    """Everything a caller named, as one. ``session``: that of an OpenAI body; a preprocessed one names its own.
+
+    Raises `MediaError`, also for more than ``limit`` keys and items.
+    """
+    media = fold_media(_named(rules, items, modality, encode_body, chat_body, session), keys)
     if media.items > limit:
         raise MediaError(f"more than {limit} keys and items")
     return media
@@ -61,7 +65,12 @@ def fold_media(media: Iterable[MediaKeys], keys: Sequence[str] = ()) -> DynamoMe
 
 
 def _named(
-    rules: KeyRules, items: Sequence[object], modality: str, encode_body: bytes | None, chat_body: bytes | None
+    rules: KeyRules,
+    items: Sequence[object],
+    modality: str,
+    encode_body: bytes | None,
+    chat_body: bytes | None,
+    session: str,
 ) -> Iterator[MediaKeys]:
     if items:
         yield dynamo_keys.from_encode({"mm_items": list(items), "modality": modality}, rules)
@@ -72,7 +81,7 @@ def _named(
         if "multi_modal_data" in body:  # the front end has been over it
             yield dynamo_keys.from_preprocessed(body, rules)
         else:
-            yield dynamo_keys.from_chat(body, rules)
+            yield dynamo_keys.from_chat(body, rules, scope=session or None)
 
 
 def _body(raw: bytes, name: str) -> dict[str, object]:

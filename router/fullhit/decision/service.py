@@ -74,7 +74,8 @@ class DecisionSettings:
 
 @dataclass(slots=True)
 class SelectCall:
-    """What a caller asks. The shapes of media are those of `media.read_media`; ``exclude`` holds URLs or numbers."""
+    """What a caller asks. The shapes of media are those of `media.read_media`; ``session`` counts in Dynamo pools;
+    ``exclude`` holds URLs or numbers."""
 
     pool: str = ""
     keys: Sequence[str] = ()
@@ -82,6 +83,7 @@ class SelectCall:
     modality: str = "IMAGE"
     sglang_encode: bytes | None = None
     openai_chat: bytes | None = None
+    session: str = ""
     exclude: Sequence[str] = ()
     request_id: str = ""
     lease_seconds: float | None = None
@@ -226,7 +228,7 @@ class DecisionService:
         if len(call.request_id) > _MAX_REQUEST_ID:
             raise DecisionError("invalid_request", f"request_id is over {_MAX_REQUEST_ID} characters")
         rules = self._dynamo.get(call.pool or self.settings.default_pool)
-        read = read_media if rules is None else partial(read_dynamo_media, rules)
+        read = read_media if rules is None else partial(read_dynamo_media, rules, session=call.session)
         try:
             media: Media | DynamoMedia = read(
                 call.keys,

@@ -47,6 +47,7 @@ async def _select(request: web.Request) -> web.Response:
         modality=wanted.modality,
         sglang_encode=_text(wanted.sglang_encode),
         openai_chat=_text(wanted.openai_chat),
+        session=wanted.session,
         exclude=wanted.exclude,
         request_id=wanted.request_id,
         lease_seconds=wanted.lease_seconds,

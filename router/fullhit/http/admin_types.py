@@ -45,6 +45,7 @@ class SelectBody(msgspec.Struct, forbid_unknown_fields=True):
     """``keys``: texts as an encoder would publish them. ``items``: elements of ``mm_items``, strings or objects.
 
     ``sglang_encode`` and ``openai_chat``: a whole body of that kind, as an object; all of these add up.
+    ``session``: of an OpenAI chat, for a pool of Dynamo workers.
     """
 
     pool: str | None = None
@@ -53,6 +54,7 @@ class SelectBody(msgspec.Struct, forbid_unknown_fields=True):
     modality: str = "IMAGE"
     sglang_encode: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     openai_chat: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    session: str = ""
     exclude: list[str] = []
     dry_run: bool = False
     request_id: str = ""

@@ -41,6 +41,7 @@ def select_call(request: pb.SelectRequest) -> SelectCall:
         modality=request.modality or "IMAGE",
         sglang_encode=request.sglang_encode if body == "sglang_encode" else None,
         openai_chat=request.openai_chat if body == "openai_chat" else None,
+        session=request.session,
         exclude=request.exclude,
         request_id=request.request_id,
         lease_seconds=request.lease_seconds,

@@ -37,7 +37,7 @@ class MediaItem(_message.Message):
     def __init__(self, url: _Optional[str] = ..., content_hash: _Optional[str] = ..., uuid: _Optional[str] = ..., options_json: _Optional[str] = ...) -> None: ...
 
 class SelectRequest(_message.Message):
-    __slots__ = ("pool", "keys", "items", "sglang_encode", "openai_chat", "modality", "exclude", "request_id", "lease_seconds", "dry_run", "candidates")
+    __slots__ = ("pool", "keys", "items", "sglang_encode", "openai_chat", "modality", "exclude", "request_id", "lease_seconds", "dry_run", "candidates", "session")
     POOL_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class SelectRequest(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     pool: str
     keys: _containers.RepeatedScalarFieldContainer[str]
     items: _containers.RepeatedCompositeFieldContainer[MediaItem]
@@ -60,7 +61,8 @@ class SelectRequest(_message.Message):
     lease_seconds: float
     dry_run: bool
     candidates: int
-    def __init__(self, pool: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., items: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., sglang_encode: _Optional[bytes] = ..., openai_chat: _Optional[bytes] = ..., modality: _Optional[str] = ..., exclude: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ..., dry_run: _Optional[bool] = ..., candidates: _Optional[int] = ...) -> None: ...
+    session: str
+    def __init__(self, pool: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., items: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., sglang_encode: _Optional[bytes] = ..., openai_chat: _Optional[bytes] = ..., modality: _Optional[str] = ..., exclude: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ..., dry_run: _Optional[bool] = ..., candidates: _Optional[int] = ..., session: _Optional[str] = ...) -> None: ...
 
 class SelectReply(_message.Message):
     __slots__ = ("worker", "reason", "decision_id", "pool", "lease_id", "lease_seconds", "repeated_call", "candidates", "keys", "unkeyed", "request_id")
