@@ -16,15 +16,16 @@ import sys
 import time
 from dataclasses import dataclass
 
-from . import faults, traffic
+from . import faults, plugin, traffic
 from .case import CASES, Case, CaseFailed, Run
 from .client import Client
 from .environment import BuildFailed, Environment, ensure_environment, say
+from .plugin import PluginStack
 from .processes import Died, Process, ProcessGroup, TimedOut
-from .stack import TO_SCHEDULER, TO_TOKENIZER, Stack
+from .stack import PLUGIN, TO_SCHEDULER, TO_TOKENIZER, Stack
 
-MODULES = (traffic, faults)  # in the order in which their cases run
-BACKENDS = (TO_SCHEDULER, TO_TOKENIZER)
+MODULES = (traffic, faults, plugin)  # in the order in which their cases run
+BACKENDS = (TO_SCHEDULER, TO_TOKENIZER, PLUGIN)
 
 
 @dataclass
@@ -105,8 +106,10 @@ async def run_all(
             if not cases:
                 continue
             # Each way of writing --encoder-urls is used once; cases switch it over at run time.
-            stack = Stack(environment, processes, client, backend, backend == TO_TOKENIZER, arguments.router)
-            say(f"{backend}: starting two encoders, the router and a language server")
+            kind = PluginStack if backend == PLUGIN else Stack
+            stack = kind(environment, processes, client, backend, backend == TO_TOKENIZER, arguments.router)
+            peer = "" if backend == PLUGIN else " and a language server"
+            say(f"{backend}: starting two encoders, the router{peer}")
             await stack.start()
             try:
                 await stack.all_encoders_ready()
@@ -163,11 +166,10 @@ async def run_case(entry: Case, stack: Stack, seeds: itertools.count[int]) -> Ro
 
 def guilty(stack: Stack) -> list[Process]:
     """Whose log to show: of what died, else of the router."""
-    dead = [
-        server.process
-        for server in (stack.language, stack.router, *stack.encoders)
-        if server.process.popen is not None and not server.process.alive
-    ]
+    servers = [stack.router, *stack.encoders]
+    if stack.backend != PLUGIN:
+        servers.insert(0, stack.language)
+    dead = [server.process for server in servers if server.process.popen is not None and not server.process.alive]
     return dead or [stack.router.process]
 
 

@@ -19,10 +19,12 @@ from .client import Client
 from .environment import Environment, say
 from .processes import Process, ProcessGroup, free_port, until
 
-__all__ = ["ALIASES", "TO_SCHEDULER", "TO_TOKENIZER", "Stack"]
+__all__ = ["ALIASES", "PLUGIN", "TO_SCHEDULER", "TO_TOKENIZER", "Stack"]
 
 TO_SCHEDULER = "zmq_to_scheduler"
 TO_TOKENIZER = "zmq_to_tokenizer"
+PLUGIN = "plugin"
+"""Stands for the backend of the stack whose encoders have the embedding-cache plugin; they use `TO_TOKENIZER`."""
 ALIASES = ("/v0", "/v1", "/v2", "/v3")
 ENCODER_START = 180.0
 LANGUAGE_START = 240.0
@@ -106,7 +108,7 @@ class Stack:
         command = [str(self.environment.python), "-m", "sglang.launch_server"]
         command += ["--model-path", str(self.environment.model), "--load-format", "dummy"]
         command += ["--device", "cpu", "--dtype", "float32"]
-        command += ["--encoder-transfer-backend", self.backend]
+        command += ["--encoder-transfer-backend", TO_TOKENIZER if self.backend == PLUGIN else self.backend]
         command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2], *options]
         return self.processes.add(name, command, self.environment.variables())
 

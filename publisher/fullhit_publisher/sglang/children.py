@@ -1,0 +1,24 @@
+"""What a spawned encoder process runs first. SGLang starts those by pickled function, without loading plugins."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+__all__ = ["launch_dp_worker"]
+
+_log = logging.getLogger("fullhit_publisher")
+
+
+def launch_dp_worker(*args: Any, **kwargs: Any) -> None:
+    """In place of SGLang's function of this name, which it calls."""
+    from sglang.srt.disaggregation.encoder import runtime
+
+    original = runtime.launch_dp_worker  # in this process nobody has replaced it yet
+    try:
+        from .hooks import activate_encoder
+
+        activate_encoder()
+    except Exception:
+        _log.exception("the embedding cache stays off in this process")
+    original(*args, **kwargs)

@@ -1,0 +1,170 @@
+"""Where the plugin is hung into SGLang 0.5.23.
+
+| target                                             | what for                                                    |
+|----------------------------------------------------|-------------------------------------------------------------|
+| ServerArgs.add_cli_args (after)                    | the flags; in every SGLang process, and all there is if     |
+|                                                    | nobody asks for a cache                                     |
+| ServerArgs.from_cli_args (around)                  | flags into the environment; an encoder gets the rest        |
+| MMEncoder.__init__ (after)                         | its cache and publisher                                     |
+| MMEncoder.batch_encode (around)                    | the bodies of the batch, which say what its items are       |
+| MMEncoder._compute_direct_embedding (around)       | the step that is saved                                      |
+| runtime.launch_dp_worker (replaced)                | the same in encoder processes that are spawned (`children`) |
+
+With tensor parallelism all ranks would have to agree on what is held before they enter the forward pass together; they
+do not, so the cache stays off there. With data parallelism (``--dp-size``) each process has a cache of its own, and a
+router cannot tell which of them a request will meet, so nothing is published.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from contextvars import ContextVar
+from typing import Any, Final
+
+from ..cache import EmbeddingCache
+from ..publisher import EmbeddingCachePublisher
+from .children import launch_dp_worker
+from .encoder import ItemCache
+from .settings import PluginSettings, add_flags, carry_over
+
+__all__ = ["activate", "activate_encoder"]
+
+_log = logging.getLogger("fullhit_publisher")
+
+_SERVER_ARGS: Final = "sglang.srt.server_args.ServerArgs"
+_ENCODER: Final = "sglang.srt.disaggregation.encoder.server.MMEncoder"
+_NEEDED: Final = (
+    "__init__",
+    "batch_encode",
+    "slice_embedding",
+    "_compute_direct_embedding",
+    "_encode_missing",
+    "_validate_embedding_token_count",
+)
+_ATTRIBUTE: Final = "_fullhit_items"
+_requests: ContextVar[Any] = ContextVar("fullhit_requests", default=None)
+
+
+def activate() -> None:
+    """The entry point: called once in each SGLang process that loads plugins. Raises nothing."""
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    except ImportError as error:
+        _log.warning("the embedding-cache plugin stays out: SGLang has no %s", error.name)
+        return
+    HookRegistry.register(f"{_SERVER_ARGS}.add_cli_args", _flags_added, HookType.AFTER)
+    HookRegistry.register(f"{_SERVER_ARGS}.from_cli_args", _args_read, HookType.AROUND)
+
+
+def activate_encoder() -> bool:
+    """Hang the cache into this process's encoder. False, said in the log, when something it needs is not there."""
+    try:
+        from sglang.srt.disaggregation.encoder import runtime
+        from sglang.srt.disaggregation.encoder.server import MMEncoder
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    except ImportError as error:
+        _log.warning("the embedding cache stays off: SGLang has no %s", error.name or error)
+        return False
+    missing = [name for name in _NEEDED if not hasattr(MMEncoder, name)]
+    if not hasattr(runtime, "launch_dp_worker"):
+        missing.append("runtime.launch_dp_worker")
+    if missing:
+        _log.warning("the embedding cache stays off: SGLang's encoder has no %s", ", ".join(missing))
+        return False
+    HookRegistry.register(f"{_ENCODER}.__init__", _encoder_made, HookType.AFTER)
+    HookRegistry.register(f"{_ENCODER}.batch_encode", _batch_encode, HookType.AROUND)
+    HookRegistry.register(f"{_ENCODER}._compute_direct_embedding", _compute, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    # A wrapper of the registry's could not be sent to a spawned process; this one is known by its name.
+    runtime.launch_dp_worker = launch_dp_worker
+    return True
+
+
+def _flags_added(result: Any, parser: Any, *_: Any) -> None:
+    add_flags(parser, os.environ)
+
+
+def _args_read(original: Any, *args: Any, **kwargs: Any) -> Any:
+    namespace = kwargs.get("args", args[-1] if args else None)
+    try:
+        carry_over(namespace, os.environ)
+        settings = PluginSettings.from_environ(os.environ)
+        if settings.publish and not settings.wanted:
+            _log.warning("nothing to publish: set --multimodal-embedding-cache-capacity-gb above 0")
+        if settings.wanted:
+            if getattr(namespace, "encoder_only", False):
+                activate_encoder()
+            else:
+                _log.warning("the embedding cache is for encoders; this server has no --encoder-only and keeps none")
+    except Exception:
+        _log.exception("the embedding cache stays off")
+    return original(*args, **kwargs)
+
+
+def _encoder_made(result: Any, encoder: Any, server_args: Any, *_: Any, **__: Any) -> None:
+    """Never raises: an encoder without a cache is better than none."""
+    try:
+        settings = PluginSettings.from_environ(os.environ)
+        if getattr(server_args, "tp_size", 1) > 1:
+            _log.warning("the embedding cache stays off: with --tp-size above 1 the ranks would have to agree on it")
+            return
+        from .torch_tensors import TorchTensors
+
+        cache: EmbeddingCache[Any] = EmbeddingCache(settings.capacity_bytes)
+        setattr(encoder, _ATTRIBUTE, ItemCache(cache, encoder, TorchTensors(encoder.device)))
+        _log.info("embedding cache of %.3g GB, per item", settings.capacity_bytes / 1024**3)
+        if settings.publish:
+            _publish(settings, cache, encoder, server_args)
+    except Exception:
+        _log.exception("the embedding cache stays off")
+
+
+def _publish(settings: PluginSettings, cache: EmbeddingCache[Any], encoder: Any, server_args: Any) -> None:
+    if getattr(server_args, "dp_size", 1) > 1:
+        _log.warning(
+            "nothing is published: with --dp-size above 1 SGLang chooses the process, and each has a cache of its own"
+        )
+        return
+    url = settings.url or _advertised(server_args)
+    publisher = EmbeddingCachePublisher(
+        url,
+        pool=settings.pool,
+        event_plane=settings.event_plane,
+        device=str(encoder.device),
+        credentials=settings.credentials,
+    )
+    publisher.attach(cache).start()
+    atexit.register(publisher.close)
+    _log.info("publishing the embedding cache as %s in pool %s", publisher.url, settings.pool)
+
+
+def _advertised(server_args: Any) -> str:
+    """The URL that SGLang registers an encoder under: its host and port, or the machine's own address."""
+    from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
+
+    host = server_args.host
+    if not host or host in ("0.0.0.0", "::"):
+        host = get_local_ip_auto(host)
+    return str(NetworkAddress(host, server_args.port).to_url("https" if server_args.ssl_certfile else "http"))
+
+
+async def _batch_encode(original: Any, encoder: Any, requests: Any, modality: Any) -> Any:
+    token = _requests.set(requests)
+    try:
+        return await original(encoder, requests, modality)
+    finally:
+        _requests.reset(token)
+
+
+async def _compute(original: Any, encoder: Any, ctx: Any, *, keep_on_gpu: bool) -> Any:
+    items: ItemCache | None = getattr(encoder, _ATTRIBUTE, None)
+    requests = _requests.get()
+    if items is None or requests is None:
+        return await original(encoder, ctx, keep_on_gpu=keep_on_gpu)
+
+    async def plainly() -> Any:
+        return await original(encoder, ctx, keep_on_gpu=keep_on_gpu)
+
+    return await items.compute(plainly, ctx, requests, keep_on_gpu=keep_on_gpu, modality=ctx.modality.name)

@@ -1,0 +1,205 @@
+"""The embedding-cache plugin inside real encoders, behind the router: a stack of its own, and its cases.
+
+Two encoders: ``with`` has the plugin and publishes, ``plain`` is as it came, for comparing bytes. The package reaches
+SGLang's environment as an installed one would: a folder on its path with the package, its dependencies, and the entry
+point by which SGLang finds plugins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+from pathlib import Path
+
+from .case import Run, case
+from .client import encode_body, new_part_id, tokens_of
+from .environment import Environment, run_step
+from .processes import free_port, until
+from .stack import ENCODER_START, PLUGIN, Server, Stack
+from .traffic import fetch
+
+__all__ = ["PluginStack"]
+
+PUBLISHER = Path(__file__).parents[2] / "publisher"
+ENTRY_POINT = "[sglang.srt.plugins]\nfullhit = fullhit_publisher.sglang:activate\n"
+DEPENDENCIES = ("nats-py>=2.9",)  # the others are there: SGLang needs them as well
+ROOM = 10
+"""Pictures that the cache has room for: the tiny model makes a kilobyte of each."""
+FLAGS = ("--multimodal-embedding-cache-capacity-gb", "--multimodal-embedding-cache-publisher", "--event-plane",
+         "--embedding-cache-pool", "--embedding-cache-url")  # fmt: skip
+
+
+def installed(environment: Environment, folder: Path) -> str:
+    """The path on which SGLang finds the package, its dependencies and its entry point."""
+    dependencies = environment.home / "plugin-dependencies"
+    if not (dependencies / "nats").exists():
+        command = [str(environment.python), "-m", "pip", "install", "--quiet", "--no-deps"]
+        with (folder / "pip.log").open("wb") as sink:
+            run_step("the plugin's dependencies", [*command, "--target", str(dependencies), *DEPENDENCIES], sink)
+    record = folder / "fullhit-0.dist-info"
+    record.mkdir(exist_ok=True)
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: fullhit\nVersion: 0\n")
+    (record / "entry_points.txt").write_text(ENTRY_POINT)
+    return ":".join((str(folder), str(PUBLISHER), str(dependencies)))
+
+
+class PluginStack(Stack):
+    """No language server: what matters is what leaves the encoders."""
+
+    async def start(self) -> None:
+        label = PLUGIN
+        self.path = installed(self.environment, self.processes.folder)
+        self.plane_port = free_port()
+        self.router, self.admin = self.plan_router(label)
+        command = self.router.process.command
+        command[command.index("--event-plane") + 1] = f"embedded:{self.plane_port}"
+        capacity = (ROOM + 0.5) * tokens_of(1) * 64 * 4 / 1024**3
+        self.options = ["--multimodal-embedding-cache-capacity-gb", f"{capacity:.12f}"]
+        self.options += ["--multimodal-embedding-cache-publisher", "--event-plane", self.plane]
+        self.options += ["--encoder-register-urls", self.router.url, "--enable-metrics"]
+        self.encoders = [self.encoder("plugin-with", self.options), self.encoder("plugin-plain", [])]
+        await self.start_router()
+        for encoder in self.encoders:
+            await self.start_encoder(encoder)
+
+    @property
+    def plane(self) -> str:
+        return f"nats://127.0.0.1:{self.plane_port}"
+
+    def encoder(self, name: str, options: list[str]) -> Server:
+        url = f"http://127.0.0.1:{free_port()}"
+        server = Server(url, self.sglang(name, url, ["--encoder-only", *options]))
+        if options:
+            variables = server.process.variables
+            variables["PYTHONPATH"] = f"{variables['PYTHONPATH']}:{self.path}"
+        return server
+
+    async def all_encoders_ready(self, limit: float = 60.0) -> None:
+        async def condition() -> bool:
+            row = await self.row()
+            return row is not None and row["state"] == "ready" and row["publishing"] and not row["doubtful"]
+
+        await until(condition, "the router follows the encoder with the plugin", limit, needs=(self.router.process,))
+
+    async def row(self) -> dict[str, object] | None:
+        """What the router lists of the encoder with the plugin."""
+        return next((row for row in await self.workers() if row["url"].rstrip("/") == self.encoders[0].url), None)
+
+    async def keys(self) -> object:
+        row = await self.row()
+        return None if row is None else row["keys"]
+
+    async def repair(self) -> bool:
+        dead = [server for server in self.encoders if not server.process.alive]
+        for server in dead:
+            server.process.kill()
+            await self.start_encoder(server)
+        return bool(dead)
+
+    async def stop(self) -> None:
+        for server in (self.router, *self.encoders):
+            if server.process.popen is not None:
+                server.process.kill()
+
+
+async def forwards(run: Run, encoder: Server) -> int:
+    """How many times the ViT ran, as SGLang's own metrics say."""
+    text = (await run.client.get(encoder.url + "/metrics")).body.decode()
+    counts = re.findall(r"^sglang:encoder_model_forward\w*_count\{[^}]*\} ([0-9.]+)$", text, re.M)
+    run.expect(counts, "SGLang tells no count of forwards")
+    return int(sum(map(float, counts)))
+
+
+def stack_of(run: Run) -> PluginStack:
+    assert isinstance(run.stack, PluginStack)
+    return run.stack
+
+
+@case("SGLang's own parser knows the flags", backends=(PLUGIN,))
+async def parser_knows(run: Run) -> None:
+    stack = stack_of(run)
+    command = [str(stack.environment.python), "-m", "sglang.launch_server", "--help"]
+    variables = stack.encoders[0].process.variables
+    done = await asyncio.to_thread(subprocess.run, command, env=variables, capture_output=True, text=True, timeout=100)
+    missing = [flag for flag in FLAGS if flag not in done.stdout]
+    run.expect(not missing, f"--help does not show {missing}: {done.stderr[-300:]}")
+
+
+@case("embeddings with the cache equal those without, byte for byte", backends=(PLUGIN,))
+async def same_bytes_cached(run: Run) -> None:
+    cached, plain = run.stack.encoders
+    a, b, c, d = run.new_pictures(4)
+    compared = 0
+    for pictures in ([a, b], [a, b], [b], [c, a], [b, d, c, a], [d], [d, d]):
+        expected, got = await fetch(run, plain.url, pictures), await fetch(run, cached.url, pictures)
+        run.expect(got == expected, f"the bytes of {len(pictures)} pictures differ")
+        compared += len(got)
+    run.note = f"{compared} bytes"
+
+
+@case("pictures held are not encoded again, missing ones alone are", backends=(PLUGIN,))
+async def saves_forwards(run: Run) -> None:
+    cached = run.stack.encoders[0]
+    a, b = run.new_pictures(2)
+    await fetch(run, cached.url, [a])
+    before = await forwards(run, cached)
+    for _ in range(4):
+        await fetch(run, cached.url, [a])
+    run.expect(await forwards(run, cached) == before, "the ViT ran for a picture that is held")
+    await fetch(run, cached.url, [a, b])
+    run.expect(await forwards(run, cached) == before + 1, "the ViT did not run once for the missing picture")
+
+
+@case("the router knows by events what is held, and what was evicted", backends=(PLUGIN,))
+async def router_knows(run: Run) -> None:
+    stack = stack_of(run)
+    pictures = run.new_pictures(ROOM + 5)
+    for picture in pictures:
+        await fetch(run, stack.encoders[0].url, [picture])  # past the router: it can only know by events
+
+    async def settled() -> bool:
+        return await stack.keys() == ROOM
+
+    await until(settled, f"the router counts {ROOM} keys", 20.0)
+    for picture, wanted in ((pictures[-1], "full_hit"), (pictures[0], "miss")):
+        run.requests += 1
+        body = encode_body(new_part_id(), [picture], port=run.receiver().port)
+        async with run.client.session.post(f"{run.router}/encode", json=body) as reply:
+            reason = reply.headers.get("x-fullhit-reason")
+            run.expect(reply.status == 200 and reason == wanted, f"{reply.status} {reason}, {wanted} expected")
+
+
+@case("an encoder that is killed comes back empty, and is learnt anew", backends=(PLUGIN,))
+async def restarted(run: Run) -> None:
+    stack = stack_of(run)
+    picture = run.new_pictures()
+    await fetch(run, stack.encoders[0].url, picture)
+    stack.encoders[0].process.kill()
+    await stack.repair()
+    await stack.all_encoders_ready()
+
+    async def counts(keys: int) -> bool:
+        return await stack.keys() == keys
+
+    await until(lambda: counts(0), "the router has forgotten the former life", 30.0)
+    await fetch(run, stack.encoders[0].url, picture)
+    await until(lambda: counts(1), "the router has learnt the first picture", 20.0)
+
+
+@case("--dp-size 2: each process has its cache, nothing is published", backends=(PLUGIN,), limit=240.0)
+async def two_processes(run: Run) -> None:
+    stack = stack_of(run)
+    options = [option for option in stack.options if option not in ("--encoder-register-urls", stack.router.url)]
+    double = stack.encoder("plugin-dp", [*options, "--dp-size", "2"])
+    await stack.bring_up(double, "/health", 2 * ENCODER_START)
+    try:
+        picture = run.new_pictures()
+        expected = await fetch(run, stack.encoders[1].url, picture)
+        for _ in range(6):
+            run.expect(await fetch(run, double.url, picture) == expected, "the bytes differ")
+        log = double.process.log.read_text(errors="replace")
+        run.expect(log.count("nothing is published") >= 1, "the log does not say that nothing is published")
+        run.expect(log.count("embedding cache of") == 2, "not every process has a cache")
+    finally:
+        double.process.kill()
