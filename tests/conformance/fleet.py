@@ -223,6 +223,8 @@ class Fleet:
             return "".join(one for one, worker in self.workers.items() if worker.total > before.get(one, 0))
 
         await until(lambda: way() or task.done(), f"an answer of {door.name}")
+        if not way() and task.result() == 200:
+            await until(way, f"a worker's word on a request that {door.name} has answered")  # it comes by another way
         letters = way() or str(task.result())
         if wish == TOKEN_FIRST:
             await until(lambda: first.is_set() or task.done(), f"the first token through {door.name}")
