@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fullhit_publisher import EmbeddingCache
 from fullhit_publisher.keys import item_key, key_text
 from fullhit_publisher.sglang.encoder import ItemCache
+from fullhit_publisher.sglang.guard import with_ids
 from fullhit_publisher.sglang.plan import batch_keys, make_plan
 from fullhit_publisher.sglang.settings import PluginSettings, add_flags, carry_over
 
@@ -234,3 +235,14 @@ def test_flags_reach_children_by_the_environment() -> None:
 def test_without_the_flags_there_are_the_usual_defaults() -> None:
     given = PluginSettings.from_environ({"DYN_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB": "1"})
     assert (given.event_plane, given.pool, given.publish) == ("nats://127.0.0.1:4222", "default", False)
+
+
+def test_an_aborted_request_without_ids_gets_an_empty_list_and_others_stay() -> None:
+    aborted = SimpleNamespace(origin_input_ids=None, origin_input_ids_unpadded=None)
+    assert with_ids(aborted) is aborted
+    assert (len(aborted.origin_input_ids), len(aborted.origin_input_ids_unpadded)) == (0, 0)
+    whole = SimpleNamespace(origin_input_ids=[1, 2], origin_input_ids_unpadded=[1])
+    with_ids(whole)
+    assert (whole.origin_input_ids, whole.origin_input_ids_unpadded) == ([1, 2], [1])
+    with_ids(other := SimpleNamespace())
+    assert vars(other) == {}

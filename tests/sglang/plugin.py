@@ -15,8 +15,9 @@ from pathlib import Path
 from .case import Run, case
 from .client import encode_body, new_part_id, tokens_of
 from .environment import Environment, run_step
+from .faults import broken_pictures
 from .processes import free_port, until
-from .stack import ENCODER_START, PLUGIN, Server, Stack
+from .stack import ENCODER_START, LANGUAGE_START, PLUGIN, TO_SCHEDULER, Server, Stack
 from .traffic import fetch
 
 __all__ = ["PluginStack"]
@@ -203,3 +204,44 @@ async def two_processes(run: Run) -> None:
         run.expect(log.count("embedding cache of") == 2, "not every process has a cache")
     finally:
         double.process.kill()
+
+
+@case("a language server with the guard outlives failed encodes", backends=(PLUGIN,), limit=400.0)
+async def guarded(run: Run) -> None:
+    """No router in between: the encoder's refusals, and its absence, reach the language server."""
+    stack = stack_of(run)
+    stack.backend = TO_SCHEDULER  # the one under which release 0.5.23 ends
+    try:
+        encoder = stack.encoder("guard-encoder", [])
+        url, bootstrap = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        options = ["--language-only", "--encoder-urls", encoder.url, "--survive-failed-encodes"]
+        options += ["--encoder-bootstrap-port", bootstrap.rpartition(":")[2], "--context-length", "4096"]
+        options += ["--max-total-tokens", "16384", "--max-running-requests", "8"]
+        options += ["--disable-overlap-schedule", "--skip-server-warmup"]
+        stack.language = Server(url, stack.sglang("guard-language", url, options))
+    finally:
+        stack.backend = PLUGIN
+    variables = stack.language.process.variables
+    variables["PYTHONPATH"] = f"{variables['PYTHONPATH']}:{stack.path}"
+    try:
+        await stack.bring_up(encoder, "/health", ENCODER_START)
+        await stack.bring_up(stack.language, "/health", LANGUAGE_START)
+        await run.chat_succeeds(run.new_pictures())
+        statuses = []
+        for name, bad in broken_pictures(run).items():
+            reply = await run.chat([bad])
+            statuses.append(reply.status)
+            run.expect(400 <= reply.status < 600, f"{name}: {reply.brief}")
+            stack.language.process.check()
+        await run.chat_succeeds(run.new_pictures())
+        encoder.process.kill()
+        reply = await run.chat(run.new_pictures())
+        statuses.append(reply.status)
+        run.expect(400 <= reply.status < 600, f"no encoder: {reply.brief}")
+        stack.language.process.check()
+        await stack.bring_up(encoder, "/health", ENCODER_START)
+        await run.language_server_lives()
+        run.note = f"clients got {', '.join(map(str, sorted(set(statuses))))}"
+    finally:
+        stack.language.process.kill()
+        encoder.process.kill()

@@ -10,6 +10,7 @@ held are not encoded again, the others alone are, and the answer is the same.
     encoder    the cache around one encoder's compute step
     hooks      where all that is hung into SGLang, and only if everything it needs is there
     children   what spawned encoder processes run first
+    guard      for language servers: a failed encode is not their end
 
 Made for and tried with release 0.5.23. Nothing is looked up by version: an internal that is missing is named in the log
 and the plugin stays out.

@@ -9,6 +9,7 @@
 | MMEncoder.batch_encode (around)                    | the bodies of the batch, which say what its items are       |
 | MMEncoder._compute_direct_embedding (around)       | the step that is saved                                      |
 | runtime.launch_dp_worker (replaced)                | the same in encoder processes that are spawned (`children`) |
+| MMReceiverBase.create_req (after)                  | language servers that outlive a failed encode (`guard`)     |
 
 With tensor parallelism all ranks would have to agree on what is held before they enter the forward pass together; they
 do not, so the cache stays off there. With data parallelism (``--dp-size``) each process has a cache of its own, and a
@@ -27,6 +28,7 @@ from ..cache import EmbeddingCache
 from ..publisher import EmbeddingCachePublisher
 from .children import launch_dp_worker
 from .encoder import ItemCache
+from .guard import activate_guard
 from .settings import PluginSettings, add_flags, carry_over
 
 __all__ = ["activate", "activate_encoder"]
@@ -56,6 +58,11 @@ def activate() -> None:
         return
     HookRegistry.register(f"{_SERVER_ARGS}.add_cli_args", _flags_added, HookType.AFTER)
     HookRegistry.register(f"{_SERVER_ARGS}.from_cli_args", _args_read, HookType.AROUND)
+    try:
+        if PluginSettings.from_environ(os.environ).guard:  # a scheduler, told by the process that read the flags
+            activate_guard()
+    except ValueError as error:
+        _log.warning("%s", error)
 
 
 def activate_encoder() -> bool:

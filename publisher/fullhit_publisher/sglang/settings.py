@@ -17,6 +17,7 @@ _PLANE: Final = "FULLHIT_EVENT_PLANE"
 _CREDENTIALS: Final = "FULLHIT_EVENT_PLANE_CREDENTIALS"
 _POOL: Final = "FULLHIT_POOL"
 _URL: Final = "FULLHIT_ENCODER_URL"
+_GUARD: Final = "FULLHIT_SURVIVE_FAILED_ENCODES"
 _TRUE: Final = frozenset(("1", "true", "yes", "on"))
 _GB: Final = 1024**3
 _DEFAULT_PLANE: Final = "nats://127.0.0.1:4222"
@@ -25,7 +26,8 @@ _DEFAULT_POOL: Final = "default"
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
-    """``url``: under which routers reach this encoder; empty: as SGLang itself advertises it."""
+    """``url``: under which routers reach this encoder; empty: as SGLang itself advertises it. ``guard``: for language
+    servers, see `guard`."""
 
     capacity_bytes: int = 0
     publish: bool = False
@@ -33,6 +35,7 @@ class PluginSettings:
     credentials: str | None = None
     pool: str = _DEFAULT_POOL
     url: str = ""
+    guard: bool = False
 
     @property
     def wanted(self) -> bool:
@@ -56,6 +59,7 @@ class PluginSettings:
             environ.get(_CREDENTIALS) or None,
             environ.get(_POOL) or _DEFAULT_POOL,
             environ.get(_URL) or "",
+            environ.get(_GUARD, "").strip().lower() in _TRUE,
         )
 
 
@@ -75,6 +79,13 @@ def add_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> No
         metavar="URL",
         help=f"where routers reach this encoder, if not where SGLang announces it (env {_URL})",
     )
+    group.add_argument(
+        "--survive-failed-encodes",
+        action=argparse.BooleanOptionalAction,
+        default=environ.get(_GUARD, "").strip().lower() in _TRUE,
+        help="for language servers: a failed encode is an error for its client, instead of the end of the server as in "
+        f"release 0.5.23 with zmq_to_scheduler (env {_GUARD}, default off)",
+    )
 
 
 def carry_over(args: Any, environ: MutableMapping[str, str]) -> None:
@@ -86,6 +97,7 @@ def carry_over(args: Any, environ: MutableMapping[str, str]) -> None:
         ("event_plane_credentials", _CREDENTIALS),
         ("embedding_cache_pool", _POOL),
         ("embedding_cache_url", _URL),
+        ("survive_failed_encodes", _GUARD),
     ):
         value = getattr(args, name, None)
         if value is None or value == "":
