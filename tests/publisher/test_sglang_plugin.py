@@ -53,6 +53,10 @@ class Encoder:
 
     ran: list[str] = field(default_factory=list)
     fail: bool = False
+    counted: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+    def count(self, *numbers: int) -> None:
+        self.counted = [before + now for before, now in zip(self.counted, numbers, strict=True)]
 
     def forward(self, pictures: list[str]) -> Rows:
         if self.fail:
@@ -101,7 +105,7 @@ def compute(items: ItemCache, encoder: Encoder, requests: list[list[Any]], **how
 
 def house(capacity: int = 1 << 20) -> tuple[ItemCache, Encoder]:
     encoder = Encoder()
-    return ItemCache(EmbeddingCache(capacity), encoder, Tensors()), encoder
+    return ItemCache(EmbeddingCache(capacity), encoder, Tensors(), encoder.count), encoder
 
 
 PICTURES = [f"https://pictures.invalid/{number}.png" for number in range(7)]
@@ -117,6 +121,7 @@ def test_only_what_is_not_held_is_encoded_and_the_order_stays() -> None:
     assert compute(items, encoder, [[c, b, a]]) == Encoder().forward([c, b, a])
     assert encoder.ran == [a, b, c]
     assert (items.cache.hits, items.cache.misses) == (5, 3)
+    assert encoder.counted == [5, 3, 0]
 
 
 def test_a_picture_that_stands_twice_in_a_batch_is_encoded_once_when_anything_is_saved() -> None:

@@ -150,6 +150,11 @@ async def saves_forwards(run: Run) -> None:
     run.expect(await forwards(run, cached) == before, "the ViT ran for a picture that is held")
     await fetch(run, cached.url, [a, b])
     run.expect(await forwards(run, cached) == before + 1, "the ViT did not run once for the missing picture")
+    text = (await run.client.get(cached.url + "/metrics")).body.decode()
+    told = dict(re.findall(r'^fullhit_encoder_items_total\{result="(\w+)"\} ([0-9.]+)$', text, re.M))
+    run.expect(float(told.get("hit", 0)) >= 5 and float(told.get("miss", 0)) >= 2, f"metrics tell {told}")
+    entries = re.findall(r"^fullhit_encoder_cache_entries ([0-9.]+)$", text, re.M)
+    run.expect(entries and float(entries[0]) > 0, "metrics tell no entries")
 
 
 @case("the router knows by events what is held, and what was evicted", backends=(PLUGIN,))

@@ -42,8 +42,12 @@ class Tensors(Protocol):
 class ItemCache:
     """``cache``: by key texts; ``encoder``: SGLang's ``MMEncoder``, of which three methods are used."""
 
-    def __init__(self, cache: EmbeddingCache[Any], encoder: Any, tensors: Tensors) -> None:
+    def __init__(
+        self, cache: EmbeddingCache[Any], encoder: Any, tensors: Tensors, count: Callable[[int, int, int], None]
+    ) -> None:
+        """``count(hits, misses, unkeyed)`` is told of each batch, in items."""
         self.cache = cache
+        self._count = count
         self.broken = ""
         """Why the cache is not used any more; empty while it is."""
         self._encoder = encoder
@@ -57,6 +61,8 @@ class ItemCache:
         if plan is None:
             return await original()
         counts = ctx.preprocess_result.token_counts
+        unkeyed = keys.count(None)
+        self._count(plan.size - len(plan.encode), len(plan.encode) - unkeyed, unkeyed)
         if plan.plain:
             whole = await original()
             self._keep(keys, plan.encode, lambda: self._encoder.slice_embedding(whole, counts))

@@ -29,6 +29,7 @@ from ..publisher import EmbeddingCachePublisher
 from .children import launch_dp_worker
 from .encoder import ItemCache
 from .guard import activate_guard
+from .metrics import make_metrics
 from .settings import PluginSettings, add_flags, carry_over
 
 __all__ = ["activate", "activate_encoder"]
@@ -120,7 +121,8 @@ def _encoder_made(result: Any, encoder: Any, server_args: Any, *_: Any, **__: An
         from .torch_tensors import TorchTensors
 
         cache: EmbeddingCache[Any] = EmbeddingCache(settings.capacity_bytes)
-        setattr(encoder, _ATTRIBUTE, ItemCache(cache, encoder, TorchTensors(encoder.device)))
+        metrics = make_metrics(cache)
+        setattr(encoder, _ATTRIBUTE, ItemCache(cache, encoder, TorchTensors(encoder.device), metrics))
         _log.info("embedding cache of %.3g GB, per item", settings.capacity_bytes / 1024**3)
         if settings.publish:
             _publish(settings, cache, encoder, server_args)
