@@ -322,3 +322,17 @@ def test_errors_have_openais_shape() -> None:
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         FrontSettings(**{"frontends": ("http://127.0.0.1:1",), **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("body", "forwarded"),
+    [
+        (b'{"nvext":{"dp_rank":1},"model":"m","nvext":{"x":1}}', b'{"nvext":{"x":1},"model":"m"}'),
+        (b'{"nvext":[1],"model": "m","nv\\u0065xt":{"x":1}}', b'{"nvext":{"x":1},"model":"m"}'),
+        (b'{"nvext":{"dp_rank":1},"nvext":[0]}', b'{"nvext":[0]}'),
+        (b'{"nvext": {"x":1}, "model": "m"}', None),
+    ],
+)
+def test_a_second_nvext_does_not_hide_the_pins_of_the_first(body: bytes, forwarded: bytes | None) -> None:
+    read = read_body(body, "text", KeyRules())
+    assert read.body == (body if forwarded is None else forwarded)

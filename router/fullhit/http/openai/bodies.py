@@ -8,6 +8,7 @@ header names, it takes from the body. So these pins are left out and nothing els
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -34,6 +35,8 @@ _text = msgspec.json.Decoder(str)
 _any = msgspec.json.Decoder()
 NO_MEDIA: Final = DynamoMedia((), (), 0, 0)
 _UNREADABLE: Final = DynamoMedia((), (), 1, 1)
+_ESCAPED_LETTER: Final = re.compile(rb"\\u00(?:6[5eE]|7[468])")
+"""One of the letters of ``nvext``, spelt as an escape."""
 _FAULTS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 Bytes = bytes | bytearray | memoryview
@@ -74,7 +77,7 @@ def read_body(body: Bytes, shape: Shape, rules: KeyRules, scope: str | None = No
         except _FAULTS:
             pass  # the frontend will say so
     media = NO_MEDIA if shape == "text" else _media(members, shape, rules, scope, limit)
-    unpinned = _without_pins(members)
+    unpinned = _without_pins(members, body)
     return Body(model, media, body) if unpinned is None else Body(model, media, unpinned, True)
 
 
@@ -110,15 +113,21 @@ def _as_chat_part(part: object) -> object:
     return part
 
 
-def _without_pins(members: _Members) -> bytes | None:
-    """The body again without the pins in it; None when there are none."""
+def _without_pins(members: _Members, body: Bytes) -> bytes | None:
+    """The body again without the pins in it; None when there are none.
+
+    Where the name stands in the body more than once, or is spelt with escapes, only the member that counts here is
+    passed on: another reader might take another one.
+    """
     if "nvext" not in members:
         return None
+    raw = bytes(body)
+    plain = raw.count(b"nvext") == 1 and not _ESCAPED_LETTER.search(raw)
     try:
         nvext = _members.decode(members["nvext"])
     except _FAULTS:
-        return None
+        return None if plain else msgspec.json.encode(members)
     if PINS.isdisjoint(nvext):
-        return None
+        return None if plain else msgspec.json.encode(members)
     kept = {name: value for name, value in nvext.items() if name not in PINS}
     return msgspec.json.encode({**members, "nvext": kept})
