@@ -32,7 +32,11 @@ class Tensors:
     def keep(self, tensor: Rows) -> bytes:
         return Kept(tensor)
 
+    def __init__(self) -> None:
+        self.brought: list[bool] = []
+
     def bring(self, tensor: Any, *, on_device: bool) -> Rows:
+        self.brought.append(on_device)
         return list(tensor)
 
     def join(self, tensors: Any) -> Rows:
@@ -94,13 +98,15 @@ def batch(requests: list[list[Any]], *, health: bool = False, sound: bool = Fals
     return ctx, [{"req_id": str(number), "mm_items": items} for number, items in enumerate(requests)]
 
 
-def compute(items: ItemCache, encoder: Encoder, requests: list[list[Any]], **how: bool) -> Rows:
+def compute(
+    items: ItemCache, encoder: Encoder, requests: list[list[Any]], *, on_device: bool = False, **how: bool
+) -> Rows:
     ctx, bodies = batch(requests, **how)
 
     async def original() -> Rows:
         return encoder.forward(ctx.mm_feature)
 
-    return asyncio.run(items.compute(original, ctx, bodies, keep_on_gpu=False, modality="IMAGE"))
+    return asyncio.run(items.compute(original, ctx, bodies, keep_on_gpu=on_device, modality="IMAGE"))
 
 
 def house(capacity: int = 1 << 20) -> tuple[ItemCache, Encoder]:
@@ -251,3 +257,15 @@ def test_an_aborted_request_without_ids_gets_an_empty_list_and_others_stay() -> 
     assert (whole.origin_input_ids, whole.origin_input_ids_unpadded) == ([1, 2], [1])
     with_ids(other := SimpleNamespace())
     assert vars(other) == {}
+
+
+def test_where_the_backend_keeps_them_on_the_device_all_pieces_are_brought_there() -> None:
+    items, encoder = house()
+    tensors = items._tensors
+    assert isinstance(tensors, Tensors)
+    a, b = PICTURES[:2]
+    compute(items, encoder, [[a]], on_device=True)
+    assert compute(items, encoder, [[a, b]], on_device=True) == Encoder().forward([a, b])
+    assert tensors.brought == [True, True]
+    held = [items.cache.get(key) for key in items.cache.keys()]  # noqa: SIM118 (it is no dictionary)
+    assert held and all(type(piece) is Kept for piece in held), "what is held is in host memory"
