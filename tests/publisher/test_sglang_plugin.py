@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import random
 from dataclasses import dataclass, field
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from fullhit_publisher import EmbeddingCache
 from fullhit_publisher.keys import item_key, key_text
-from fullhit_publisher.sglang.encoder import ItemCache
+from fullhit_publisher.sglang.encoder import Batch, Held, ItemCache
 from fullhit_publisher.sglang.guard import with_ids
 from fullhit_publisher.sglang.plan import batch_keys, make_plan
 from fullhit_publisher.sglang.settings import PluginSettings, add_flags, carry_over
@@ -42,6 +43,12 @@ class Tensors:
     def join(self, tensors: Any) -> Rows:
         return [row for tensor in tensors for row in tensor]
 
+    def grid_of(self, grids: list[int], place: int) -> int:
+        return grids[place]
+
+    def grids(self, grids: Any) -> list[int]:
+        return list(grids)
+
 
 class Kept(list[Any]):
     """Sized in bytes, as a tensor is."""
@@ -57,6 +64,7 @@ class Encoder:
 
     ran: list[str] = field(default_factory=list)
     fail: bool = False
+    skipped: int = 0
     counted: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def count(self, *numbers: int) -> None:
@@ -75,7 +83,7 @@ class Encoder:
             at += count
         return slices
 
-    def _encode_missing(self, feature: list[str], result: Any, places: list[int], *_: Any) -> list[Rows]:
+    def _encode_missing(self, feature: Any, result: Any, places: list[int], *_: Any) -> list[Rows]:
         whole = self.forward([feature[place] for place in places])
         return self.slice_embedding(whole, [result.token_counts[place] for place in places])
 
@@ -87,26 +95,48 @@ def rows_of(picture: str) -> int:
     return 1 + sum(picture.encode()) % 4
 
 
-def batch(requests: list[list[Any]], *, health: bool = False, sound: bool = False) -> tuple[Any, list[dict[str, Any]]]:
+class Modality(Enum):
+    IMAGE = 1
+    VIDEO = 2
+
+
+def batch(
+    requests: list[list[Any]], *, health: bool = False, sound: bool = False, aux: Any = None
+) -> tuple[Any, list[dict[str, Any]]]:
     pictures = [item if isinstance(item, str) else item.get("url", "?") for items in requests for item in items]
     inputs = {"video_audio_features": [1]} if sound else {}
-    result = SimpleNamespace(token_counts=[rows_of(one) for one in pictures], mm_inputs=inputs)
+    counts = [rows_of(one) for one in pictures]
+    result = SimpleNamespace(token_counts=counts, mm_inputs=inputs, grid_thw=[100 + count for count in counts])
     ctx = SimpleNamespace(
         preprocess_result=result, mm_feature=pictures, items_per_req=[len(items) for items in requests],
-        is_health_check=health, modality=None, get_feature_fn=None,
+        is_health_check=health, modality=Modality.IMAGE, get_feature_fn=None, aux_data={"timestamps": aux},
     )  # fmt: skip
     return ctx, [{"req_id": str(number), "mm_items": items} for number, items in enumerate(requests)]
 
 
 def compute(
-    items: ItemCache, encoder: Encoder, requests: list[list[Any]], *, on_device: bool = False, **how: bool
+    items: ItemCache,
+    encoder: Encoder,
+    requests: list[list[Any]],
+    *,
+    on_device: bool = False,
+    skip: bool = False,
+    **how: Any,
 ) -> Rows:
     ctx, bodies = batch(requests, **how)
+    under_way = Batch(bodies)
+    prepared = items.prepare(under_way, ctx.modality) if skip else None
+    if prepared is not None:
+        encoder.skipped += 1
+        for name in ("token_counts", "grid_thw"):
+            assert getattr(prepared.preprocess_result, name) == getattr(ctx.preprocess_result, name)
+        assert (prepared.items_per_req, prepared.aux_data) == (ctx.items_per_req, ctx.aux_data)
+        ctx = prepared
 
     async def original() -> Rows:
         return encoder.forward(ctx.mm_feature)
 
-    return asyncio.run(items.compute(original, ctx, bodies, keep_on_gpu=on_device, modality="IMAGE"))
+    return asyncio.run(items.compute(original, ctx, under_way, keep_on_gpu=on_device, modality="IMAGE"))
 
 
 def house(capacity: int = 1 << 20) -> tuple[ItemCache, Encoder]:
@@ -156,7 +186,7 @@ def test_what_does_not_fit_the_batch_any_more_is_encoded_anew() -> None:
     a = PICTURES[0]
     key = item_key(a)
     assert key is not None
-    items.cache.put(key_text(key), Kept([("old", 0)] * 9))
+    items.cache.put(key_text(key), Held(Kept([("old", 0)] * 9)))
     assert compute(items, encoder, [[a]]) == Encoder().forward([a])
     assert encoder.ran == [a] and compute(items, encoder, [[a]]) == Encoder().forward([a]) and encoder.ran == [a]
 
@@ -195,14 +225,17 @@ def test_a_fault_of_the_cache_switches_it_off_and_nothing_else(caplog: pytest.Lo
         ),
         min_size=1, max_size=8,
     ),
-    st.sampled_from([0, 40, 90, 1 << 20]),
+    st.sampled_from([0, 100, 250, 1 << 20]),
+    st.booleans(),
 )  # fmt: skip
 @settings(max_examples=1_000, deadline=None)
-def test_with_and_without_cache_every_batch_is_the_same(batches: list[list[list[Any]]], capacity: int) -> None:
+def test_with_and_without_cache_every_batch_is_the_same(
+    batches: list[list[list[Any]]], capacity: int, skip: bool
+) -> None:
     items, encoder = house(max(capacity, 1))
     for requests in batches:
         expected = Encoder().forward(batch(requests)[0].mm_feature)
-        assert compute(items, encoder, requests) == expected
+        assert compute(items, encoder, requests, skip=skip) == expected
     assert not items.broken and items.cache.used_bytes <= max(capacity, 1)
 
 
@@ -268,4 +301,38 @@ def test_where_the_backend_keeps_them_on_the_device_all_pieces_are_brought_there
     assert compute(items, encoder, [[a, b]], on_device=True) == Encoder().forward([a, b])
     assert tensors.brought == [True, True]
     held = [items.cache.get(key) for key in items.cache.keys()]  # noqa: SIM118 (it is no dictionary)
-    assert held and all(type(piece) is Kept for piece in held), "what is held is in host memory"
+    assert held and all(type(one.piece) is Kept for one in held), "what is held is in host memory"
+
+
+def test_pictures_that_are_all_held_are_not_fetched_again_where_that_is_wanted() -> None:
+    items, encoder = house()
+    a, b, c = PICTURES[:3]
+    for requests in ([[a, b]], [[a, b]], [[b], [a]], [[a, c]], [[c, a, b]], [[a, UNKEYED]]):
+        assert compute(items, encoder, requests, skip=True) == Encoder().forward(batch(requests)[0].mm_feature)
+    assert (encoder.skipped, encoder.ran) == (3, [a, b, c, "?"])
+    assert encoder.counted == [2 + 2 + 1 + 3 + 1, 3, 1]
+
+
+def test_what_leaves_more_than_grid_and_tokens_beside_the_embedding_is_always_fetched() -> None:
+    items, encoder = house()
+    a = PICTURES[0]
+    for _ in range(3):
+        compute(items, encoder, [[a]], skip=True, aux=[1.5])
+    assert (encoder.skipped, encoder.ran) == (0, [a])
+
+
+def test_an_eviction_between_the_steps_does_not_matter() -> None:
+    items, encoder = house()
+    a = PICTURES[0]
+    compute(items, encoder, [[a]])
+    _, bodies = batch([[a]])
+    under_way = Batch(bodies)
+    ctx = items.prepare(under_way, Modality.IMAGE)
+    items.cache.clear()
+
+    async def original() -> Rows:
+        raise AssertionError("nothing was fetched for it")
+
+    whole = asyncio.run(items.compute(original, ctx, under_way, keep_on_gpu=False, modality="IMAGE"))
+    assert whole == Encoder().forward([a])
+    assert items.prepare(Batch(bodies), Modality.IMAGE) is None and items.prepare(Batch(bodies), Modality.VIDEO) is None

@@ -1,8 +1,13 @@
-"""The cache around one encoder's compute step.
+"""The cache around one encoder's steps for a batch.
 
-`ItemCache.compute` takes the place of SGLang's step for one batch. Where nothing of the batch is held, SGLang's own
-step runs and its result is kept, cut into items; so the first time is exactly what it always was. Otherwise the missing
-items alone go through the encoder's ``_encode_missing``, and everything is put together in the order of the batch.
+`ItemCache.compute` takes the place of SGLang's compute step. Where nothing of the batch is held, SGLang's own step runs
+and its result is kept, cut into items; so the first time is exactly what it always was. Otherwise the missing items
+alone go through the encoder's ``_encode_missing``, and everything is put together in the order of the batch.
+
+`ItemCache.prepare` takes the place of the step before, where that is switched on: when every picture of a batch is
+held, nothing has to be fetched and preprocessed, because what the rest of the way wants to know of a picture (its grid,
+its number of tokens) was kept with it. What it found is handed on to `compute`, so that an eviction in between does not
+matter.
 
 Held embeddings lie in host memory, each in memory of its own: a slice would keep its whole batch alive. An embedding
 whose number of rows is not what the batch expects (a processor that was changed, say) is dropped and encoded anew.
@@ -13,16 +18,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..cache import EmbeddingCache
 from .plan import Plan, batch_keys, make_plan
 
-__all__ = ["ItemCache", "Tensors"]
+__all__ = ["Batch", "Held", "ItemCache", "Tensors"]
 
 _log = logging.getLogger("fullhit_publisher")
 
 Original = Callable[[], Awaitable[Any]]
+_GRID_BYTES = 64
 
 
 class Tensors(Protocol):
@@ -38,6 +45,32 @@ class Tensors(Protocol):
     def join(self, tensors: Sequence[Any]) -> Any:
         """One tensor of all rows."""
 
+    def grid_of(self, grids: Any, place: int) -> Any:
+        """The grid of one item, in memory of its own."""
+
+    def grids(self, grids: Sequence[Any]) -> Any:
+        """The grids of a batch, as preprocessing gives them."""
+
+
+@dataclass(slots=True)
+class Held:
+    """One item: its embedding, and its grid where that can be used again."""
+
+    piece: Any
+    grid: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.piece.nbytes) + _GRID_BYTES
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch on its way: the bodies of its requests, and what `prepare` found, by place."""
+
+    requests: Sequence[Any]
+    ready: dict[int, Held] = field(default_factory=dict)
+
 
 class ItemCache:
     """``cache``: by key texts; ``encoder``: SGLang's ``MMEncoder``, of which three methods are used."""
@@ -52,12 +85,53 @@ class ItemCache:
         """Why the cache is not used any more; empty while it is."""
         self._encoder = encoder
         self._tensors = tensors
+        self._example: Any = None  # a context of this encoder's: what the next one is modelled on
 
-    async def compute(
-        self, original: Original, ctx: Any, requests: Sequence[Any], *, keep_on_gpu: bool, modality: str
-    ) -> Any:
+    def prepare(self, batch: Batch, modality: Any) -> Any:
+        """The context of a batch of pictures that are all held; None when it must be prepared as ever."""
+        example = self._example
+        if self.broken or example is None or modality != example.modality:
+            return None
+        try:
+            counts = [len(request["mm_items"]) for request in batch.requests]
+            keys = batch_keys(batch.requests, counts, modality.name)
+            if not keys or not all(keys) or not all(key in self.cache for key in keys):
+                return None
+            wanted: list[Held | None] = [self.cache.get(key) for key in keys if key is not None]
+            found = [held for held in wanted if held is not None and held.grid is not None]
+            if len(found) < len(keys):
+                return None
+            ready: dict[int, Held] = dict(enumerate(found))
+            context = type(example)(
+                req_id=batch.requests[0]["req_id"],
+                modality=modality,
+                preprocess_result=type(example.preprocess_result)(
+                    mm_inputs={},
+                    grid_thw=self._tensors.grids([held.grid for held in found]),
+                    token_counts=[self._tensors.rows(held.piece) for held in found],
+                ),
+                get_feature_fn=example.get_feature_fn,
+                mm_feature=None,
+                num_items=len(found),
+                items_per_req=counts,
+                aux_data=dict(example.aux_data),
+                str_mm_hashes=None,
+                use_global_cache=False,
+                is_health_check=False,
+            )
+        except Exception as error:
+            self._give_up(error)
+            return None
+        batch.ready = ready
+        return context
+
+    async def compute(self, original: Original, ctx: Any, batch: Batch, *, keep_on_gpu: bool, modality: str) -> Any:
         """The embeddings of a batch, as ``original`` would give them. Raises what SGLang's own steps raise."""
-        plan, keys = self._plan(ctx, requests, modality)
+        if batch.ready:
+            self._count(len(batch.ready), 0, 0)
+            pieces = [batch.ready[place].piece for place in range(len(batch.ready))]
+            return self._tensors.join([self._tensors.bring(piece, on_device=keep_on_gpu) for piece in pieces])
+        plan, keys = self._plan(ctx, batch.requests, modality)
         if plan is None:
             return await original()
         counts = ctx.preprocess_result.token_counts
@@ -65,7 +139,7 @@ class ItemCache:
         self._count(plan.size - len(plan.encode), len(plan.encode) - unkeyed, unkeyed)
         if plan.plain:
             whole = await original()
-            self._keep(keys, plan.encode, lambda: self._encoder.slice_embedding(whole, counts))
+            self._keep(ctx, keys, plan.encode, lambda: self._encoder.slice_embedding(whole, counts))
             return whole
         encoded: list[Any] = []
         if plan.encode:
@@ -75,14 +149,14 @@ class ItemCache:
                     ctx.mm_feature, ctx.preprocess_result, plan.encode, ctx.modality, ctx.get_feature_fn
                 )
             ]
-        held = {place: self._tensors.bring(piece, on_device=keep_on_gpu) for place, piece in plan.held.items()}
+        held = {place: self._tensors.bring(one.piece, on_device=keep_on_gpu) for place, one in plan.held.items()}
         whole = self._tensors.join(Plan(plan.size, held, plan.encode, plan.same_as).in_order(encoded))
         self._encoder._validate_embedding_token_count(ctx, whole)
         found = dict(zip(plan.encode, encoded, strict=True))
-        self._keep(keys, plan.encode, lambda: [found.get(place) for place in range(plan.size)])
+        self._keep(ctx, keys, plan.encode, lambda: [found.get(place) for place in range(plan.size)])
         return whole
 
-    def _plan(self, ctx: Any, requests: Sequence[Any], modality: str) -> tuple[Plan[Any] | None, list[str | None]]:
+    def _plan(self, ctx: Any, requests: Sequence[Any], modality: str) -> tuple[Plan[Held] | None, list[str | None]]:
         if self.broken or ctx.is_health_check or _carries_sound(ctx):
             return None, []
         try:
@@ -91,9 +165,9 @@ class ItemCache:
             if not any(keys):
                 return None, []
 
-            def look_up(key: str, place: int) -> Any:
-                held = self.cache.get(key)
-                if held is not None and self._tensors.rows(held) != counts[place]:
+            def look_up(key: str, place: int) -> Held | None:
+                held: Held | None = self.cache.get(key)
+                if held is not None and self._tensors.rows(held.piece) != counts[place]:
                     self.cache.pop(key)
                     return None
                 return held
@@ -103,13 +177,17 @@ class ItemCache:
             self._give_up(error)
             return None, []
 
-    def _keep(self, keys: list[str | None], places: list[int], pieces: Callable[[], Sequence[Any]]) -> None:
+    def _keep(self, ctx: Any, keys: list[str | None], places: list[int], pieces: Callable[[], Sequence[Any]]) -> None:
         try:
             found = pieces()
+            simple = _is_simple(ctx)
+            if simple and self._example is None:
+                self._example = _without_content(ctx)
             for place in places:
                 key = keys[place]
                 if key is not None and key not in self.cache:
-                    self.cache.put(key, self._tensors.keep(found[place]))
+                    grid = self._tensors.grid_of(ctx.preprocess_result.grid_thw, place) if simple else None
+                    self.cache.put(key, Held(self._tensors.keep(found[place]), grid))
         except Exception as error:
             self._give_up(error)
 
@@ -122,3 +200,26 @@ class ItemCache:
 def _carries_sound(ctx: Any) -> bool:
     """Videos with sound leave something beside the embedding in the batch, which is not kept."""
     return bool(ctx.preprocess_result.mm_inputs.get("video_audio_features"))
+
+
+def _is_simple(ctx: Any) -> bool:
+    """Pictures of which nothing but grid and number of tokens goes with the embedding."""
+    name = getattr(ctx.modality, "name", "")
+    return name == "IMAGE" and not any(value is not None for value in ctx.aux_data.values())
+
+
+def _without_content(ctx: Any) -> Any:
+    """A context like this one that keeps no pictures alive."""
+    return type(ctx)(
+        req_id="",
+        modality=ctx.modality,
+        preprocess_result=type(ctx.preprocess_result)(mm_inputs={}, grid_thw=[], token_counts=[]),
+        get_feature_fn=ctx.get_feature_fn,
+        mm_feature=None,
+        num_items=0,
+        items_per_req=[],
+        aux_data=dict(ctx.aux_data),
+        str_mm_hashes=None,
+        use_global_cache=False,
+        is_health_check=False,
+    )

@@ -8,6 +8,7 @@
 | MMEncoder.__init__ (after)                         | its cache and publisher                                     |
 | MMEncoder.batch_encode (around)                    | the bodies of the batch, which say what its items are       |
 | MMEncoder._compute_direct_embedding (around)       | the step that is saved                                      |
+| MMEncoder._prepare_encode_context (around)         | the step before, if that is to be saved as well             |
 | runtime.launch_dp_worker (replaced)                | the same in encoder processes that are spawned (`children`) |
 | MMReceiverBase.create_req (after)                  | language servers that outlive a failed encode (`guard`)     |
 
@@ -27,7 +28,7 @@ from typing import Any, Final
 from ..cache import EmbeddingCache
 from ..publisher import EmbeddingCachePublisher
 from .children import launch_dp_worker
-from .encoder import ItemCache
+from .encoder import Batch, ItemCache
 from .guard import activate_guard
 from .metrics import make_metrics
 from .settings import PluginSettings, add_flags, carry_over
@@ -47,7 +48,7 @@ _NEEDED: Final = (
     "_validate_embedding_token_count",
 )
 _ATTRIBUTE: Final = "_fullhit_items"
-_requests: ContextVar[Any] = ContextVar("fullhit_requests", default=None)
+_batch: ContextVar[Batch | None] = ContextVar("fullhit_batch", default=None)
 
 
 def activate() -> None:
@@ -84,6 +85,11 @@ def activate_encoder() -> bool:
     HookRegistry.register(f"{_ENCODER}.__init__", _encoder_made, HookType.AFTER)
     HookRegistry.register(f"{_ENCODER}.batch_encode", _batch_encode, HookType.AROUND)
     HookRegistry.register(f"{_ENCODER}._compute_direct_embedding", _compute, HookType.AROUND)
+    if PluginSettings.from_environ(os.environ).skip_preprocessing:
+        if hasattr(MMEncoder, "_prepare_encode_context"):
+            HookRegistry.register(f"{_ENCODER}._prepare_encode_context", _prepare, HookType.AROUND)
+        else:
+            _log.warning("preprocessing is not skipped: SGLang's encoder has no _prepare_encode_context")
     HookRegistry.apply_hooks()
     # A wrapper of the registry's could not be sent to a spawned process; this one is known by its name.
     runtime.launch_dp_worker = launch_dp_worker
@@ -160,20 +166,30 @@ def _advertised(server_args: Any) -> str:
 
 
 async def _batch_encode(original: Any, encoder: Any, requests: Any, modality: Any) -> Any:
-    token = _requests.set(requests)
+    token = _batch.set(Batch(requests))
     try:
         return await original(encoder, requests, modality)
     finally:
-        _requests.reset(token)
+        _batch.reset(token)
+
+
+async def _prepare(original: Any, encoder: Any, requests: Any, modality: Any, **how: Any) -> Any:
+    items: ItemCache | None = getattr(encoder, _ATTRIBUTE, None)
+    batch = _batch.get()
+    if items is not None and batch is not None and not how.get("use_global_cache") and not how.get("is_health_check"):
+        context = items.prepare(batch, modality)
+        if context is not None:
+            return context
+    return await original(encoder, requests, modality, **how)
 
 
 async def _compute(original: Any, encoder: Any, ctx: Any, *, keep_on_gpu: bool) -> Any:
     items: ItemCache | None = getattr(encoder, _ATTRIBUTE, None)
-    requests = _requests.get()
-    if items is None or requests is None:
+    batch = _batch.get()
+    if items is None or batch is None:
         return await original(encoder, ctx, keep_on_gpu=keep_on_gpu)
 
     async def plainly() -> Any:
         return await original(encoder, ctx, keep_on_gpu=keep_on_gpu)
 
-    return await items.compute(plainly, ctx, requests, keep_on_gpu=keep_on_gpu, modality=ctx.modality.name)
+    return await items.compute(plainly, ctx, batch, keep_on_gpu=keep_on_gpu, modality=ctx.modality.name)

@@ -18,6 +18,7 @@ _CREDENTIALS: Final = "FULLHIT_EVENT_PLANE_CREDENTIALS"
 _POOL: Final = "FULLHIT_POOL"
 _URL: Final = "FULLHIT_ENCODER_URL"
 _GUARD: Final = "FULLHIT_SURVIVE_FAILED_ENCODES"
+_SKIP: Final = "FULLHIT_SKIP_PREPROCESSING"
 _TRUE: Final = frozenset(("1", "true", "yes", "on"))
 _GB: Final = 1024**3
 _DEFAULT_PLANE: Final = "nats://127.0.0.1:4222"
@@ -36,6 +37,7 @@ class PluginSettings:
     pool: str = _DEFAULT_POOL
     url: str = ""
     guard: bool = False
+    skip_preprocessing: bool = False
 
     @property
     def wanted(self) -> bool:
@@ -60,6 +62,7 @@ class PluginSettings:
             environ.get(_POOL) or _DEFAULT_POOL,
             environ.get(_URL) or "",
             environ.get(_GUARD, "").strip().lower() in _TRUE,
+            environ.get(_SKIP, "").strip().lower() in _TRUE,
         )
 
 
@@ -80,6 +83,13 @@ def add_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> No
         help=f"where routers reach this encoder, if not where SGLang announces it (env {_URL})",
     )
     group.add_argument(
+        "--embedding-cache-skip-preprocessing",
+        action=argparse.BooleanOptionalAction,
+        default=environ.get(_SKIP, "").strip().lower() in _TRUE,
+        help="requests whose pictures are all held are answered without fetching and preprocessing them "
+        f"(env {_SKIP}, default off)",
+    )
+    group.add_argument(
         "--survive-failed-encodes",
         action=argparse.BooleanOptionalAction,
         default=environ.get(_GUARD, "").strip().lower() in _TRUE,
@@ -98,6 +108,7 @@ def carry_over(args: Any, environ: MutableMapping[str, str]) -> None:
         ("embedding_cache_pool", _POOL),
         ("embedding_cache_url", _URL),
         ("survive_failed_encodes", _GUARD),
+        ("embedding_cache_skip_preprocessing", _SKIP),
     ):
         value = getattr(args, name, None)
         if value is None or value == "":

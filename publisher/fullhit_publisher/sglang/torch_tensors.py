@@ -1,29 +1,37 @@
-"""`Tensors` for torch. Imported only inside an encoder."""
+"""`Tensors` for torch, which is there inside an encoder and is not asked for before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 __all__ = ["TorchTensors"]
 
 
 class TorchTensors:
-    """``device``: where the encoder computes."""
+    """``device``: where the encoder computes. Raises ImportError without torch."""
 
     def __init__(self, device: Any) -> None:
+        import torch
+
+        self._torch: Any = torch
         self._device = device
 
     def rows(self, tensor: Any) -> int:
         return int(tensor.shape[0])
 
     def keep(self, tensor: Any) -> Any:
-        return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
+        return self._torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
 
     def bring(self, tensor: Any, *, on_device: bool) -> Any:
         return tensor.to(self._device) if on_device else tensor.cpu()
 
+    def grid_of(self, grids: Any, place: int) -> Any:
+        grid = grids[place]
+        return grid.detach().clone() if isinstance(grid, self._torch.Tensor) else grid
+
+    def grids(self, grids: Sequence[Any]) -> Any:
+        return self._torch.stack(list(grids)) if isinstance(grids[0], self._torch.Tensor) else list(grids)
+
     def join(self, tensors: Sequence[Any]) -> Any:
-        return torch.cat(list(tensors), dim=0)
+        return self._torch.cat(list(tensors), dim=0)
