@@ -29,7 +29,7 @@ class ClientOptions:
 
     ``attempts``: how often a call is sent at most. `select` and `release` may be repeated because a repeated request
     id takes no second slot. ``wait_for_worker``: whether `select` also asks again while all workers are busy or down.
-    ``session``: the asynchronous client over gRPC asks on one stream, which is cheaper by far; the slots it holds then
+    ``session``: the asynchronous client over gRPC asks on one stream, which is cheaper; the slots it holds then
     end with its connection. ``ca``, ``certificate``, ``private_key``: PEM files for TLS.
     """
 

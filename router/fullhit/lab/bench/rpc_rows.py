@@ -4,7 +4,7 @@ A real `fullhit serve` with 16 workers in one process, with the settings it has 
 line); the 32 clients in another process, this one. Each client asks with two keys, waits for the answer, asks again: on
 its session, the way for a front end with much to ask, or with a call each. The clients are lean ones (`rpc_load`), so
 that the router is measured; the last rows show what is left with 32 clients of grpcio's Python library, which need
-nearly as much CPU as the router. Slots are lent for a second and not released. CPU times of both sides stand beside
+about two thirds of the router's CPU. Slots are lent for a second and not released. CPU times of both sides stand beside
 it: on two cores they share, their sum is what bounds the rate.
 """
 
