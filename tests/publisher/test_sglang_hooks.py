@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fullhit_publisher.sglang import activate
-from fullhit_publisher.sglang.hooks import _args_read, _encoder_made, activate_encoder
+from fullhit_publisher.sglang.hooks import _args_read, _encoder_made, _flags_added, activate_encoder
 
 CAPACITY = "DYN_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB"
 GUARD = "FULLHIT_SURVIVE_FAILED_ENCODES"
@@ -157,3 +157,34 @@ def test_the_guard_is_for_those_who_ask(
     before = len(sglang.registry.registered)
     activate()
     assert len(sglang.registry.registered) == before + 2 and "no create_req" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(CAPACITY, "plenty"), ("DYN_MULTIMODAL_EMBEDDING_CACHE_PUBLISHER", "maybe")],
+)
+def test_a_malformed_variable_costs_the_flags_and_nothing_else(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(name, value)
+    parser = argparse.ArgumentParser()
+    _flags_added(None, parser)
+    assert vars(parser.parse_args([])) == {}
+    assert "adds no flags" in caplog.text
+    assert value in caplog.text or name in caplog.text
+
+
+def test_a_flag_that_is_there_already_costs_the_flags_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--event-plane", default="theirs")
+    _flags_added(None, parser)
+    assert vars(parser.parse_args([])) == {"event_plane": "theirs"}
+    assert "--event-plane" in caplog.text
+
+
+def test_otherwise_the_flags_are_there() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-p", "--port", type=int)
+    _flags_added(None, parser)
+    told = parser.parse_args(["--multimodal-embedding-cache-capacity-gb", "2", "--port", "3"])
+    assert (told.multimodal_embedding_cache_capacity_gb, told.port) == (2.0, 3)

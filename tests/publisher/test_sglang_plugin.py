@@ -46,6 +46,9 @@ class Tensors:
     def grid_of(self, grids: list[int], place: int) -> int:
         return grids[place]
 
+    def same_grid(self, grid: int, grids: list[int], place: int) -> bool:
+        return grid == grids[place]
+
     def grids(self, grids: Any) -> list[int]:
         return list(grids)
 
@@ -336,3 +339,17 @@ def test_an_eviction_between_the_steps_does_not_matter() -> None:
     whole = asyncio.run(items.compute(original, ctx, under_way, keep_on_gpu=False, modality="IMAGE"))
     assert whole == Encoder().forward([a])
     assert items.prepare(Batch(bodies), Modality.IMAGE) is None and items.prepare(Batch(bodies), Modality.VIDEO) is None
+
+
+def test_another_picture_behind_the_same_url_is_noticed_by_its_grid() -> None:
+    items, encoder = house()
+    a = PICTURES[0]
+    compute(items, encoder, [[a]])
+    ctx, bodies = batch([[a]])
+    ctx.preprocess_result.grid_thw = [999]
+
+    async def original() -> Rows:
+        return encoder.forward(ctx.mm_feature)
+
+    asyncio.run(items.compute(original, ctx, Batch(bodies), keep_on_gpu=False, modality="IMAGE"))
+    assert encoder.ran == [a, a]

@@ -11,6 +11,7 @@ import asyncio
 import pickletools
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 from .case import Run, case
@@ -290,3 +291,25 @@ async def guarded(run: Run) -> None:
     finally:
         stack.language.process.kill()
         encoder.process.kill()
+
+
+@case("fullhit demo --encoder sglang", backends=(PLUGIN,), limit=400.0)
+async def demo(run: Run) -> None:
+    stack = stack_of(run)
+    environment = stack.environment
+    variables = environment.variables()
+    variables["PYTHONPATH"] += f":{stack.path}"
+    command = [sys.executable, "-m", "fullhit", "demo", "--encoder", "sglang", "--users", "3", "--turns", "3"]
+    command += ["--size", "96x64", "--model-path", str(environment.model), "--sglang-python", str(environment.python)]
+    command += ["--sglang-device", "cpu"]
+    command += [f"--sglang-arg={argument}" for argument in ("--load-format", "dummy", "--dtype", "float32")]
+    for name in ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        command += ["--sglang-env", f"{name}={variables[name]}"]
+    own = {name: value for name, value in variables.items() if name != "PYTHONPATH"}
+    done = await asyncio.to_thread(subprocess.run, command, env=own, capture_output=True, text=True, timeout=390)
+    run.expect(done.returncode == 0, f"exit {done.returncode}: {(done.stdout + done.stderr)[-600:]}")
+    run.expect("with real SGLang encoders" in done.stdout, "the table does not say what the encoders were")
+    found = re.search(r"ViT runs +(\d+) +(\d+)", done.stdout)
+    assert found is not None
+    run.requests += 18
+    run.note = f"ViT runs: random split {found[1]}, Fullhit {found[2]}, for 21 pictures"

@@ -10,7 +10,8 @@ its number of tokens) was kept with it. What it found is handed on to `compute`,
 matter.
 
 Held embeddings lie in host memory, each in memory of its own: a slice would keep its whole batch alive. An embedding
-whose number of rows is not what the batch expects (a processor that was changed, say) is dropped and encoded anew.
+whose rows or grid are not what the batch expects (another picture behind the same URL, a processor that was changed) is
+dropped and encoded anew.
 Whatever goes wrong with the cache itself, SGLang's own step is the answer.
 """
 
@@ -47,6 +48,9 @@ class Tensors(Protocol):
 
     def grid_of(self, grids: Any, place: int) -> Any:
         """The grid of one item, in memory of its own."""
+
+    def same_grid(self, grid: Any, grids: Any, place: int) -> bool:
+        """Whether an item has this grid."""
 
     def grids(self, grids: Sequence[Any]) -> Any:
         """The grids of a batch, as preprocessing gives them."""
@@ -160,14 +164,13 @@ class ItemCache:
         if self.broken or ctx.is_health_check or _carries_sound(ctx):
             return None, []
         try:
-            counts = ctx.preprocess_result.token_counts
             keys = batch_keys(requests, ctx.items_per_req, modality)
             if not any(keys):
                 return None, []
 
             def look_up(key: str, place: int) -> Held | None:
                 held: Held | None = self.cache.get(key)
-                if held is not None and self._tensors.rows(held.piece) != counts[place]:
+                if held is not None and not self._fits(held, ctx, place):
                     self.cache.pop(key)
                     return None
                 return held
@@ -176,6 +179,13 @@ class ItemCache:
         except Exception as error:
             self._give_up(error)
             return None, []
+
+    def _fits(self, held: Held, ctx: Any, place: int) -> bool:
+        """Whether what is held can be the embedding of what was fetched now: a file may have changed behind its URL."""
+        result = ctx.preprocess_result
+        if self._tensors.rows(held.piece) != result.token_counts[place]:
+            return False
+        return held.grid is None or self._tensors.same_grid(held.grid, result.grid_thw, place)
 
     def _keep(self, ctx: Any, keys: list[str | None], places: list[int], pieces: Callable[[], Sequence[Any]]) -> None:
         try:

@@ -19,11 +19,12 @@ router cannot tell which of them a request will meet, so nothing is published.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import logging
 import os
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from ..cache import EmbeddingCache
 from ..publisher import EmbeddingCachePublisher
@@ -97,7 +98,23 @@ def activate_encoder() -> bool:
 
 
 def _flags_added(result: Any, parser: Any, *_: Any) -> None:
-    add_flags(parser, os.environ)
+    """Never raises, and never lets a parser end the process: a server without these flags is better than none."""
+    try:
+        # Tried on another one first: a malformed variable, or a flag that SGLang or another plugin has as well.
+        trial = _Trial(add_help=False)
+        add_flags(trial, os.environ)
+        trial.parse_args([])
+        taken = sorted(set(trial._option_string_actions) & set(parser._option_string_actions))
+        if taken:
+            raise ValueError(f"SGLang, or another plugin, has {', '.join(taken)} already; use environment variables")
+        add_flags(parser, os.environ)
+    except Exception as error:
+        _log.warning("the embedding-cache plugin adds no flags: %s", error)
+
+
+class _Trial(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def _args_read(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,10 +147,14 @@ def _encoder_made(result: Any, encoder: Any, server_args: Any, *_: Any, **__: An
         metrics = make_metrics(cache)
         setattr(encoder, _ATTRIBUTE, ItemCache(cache, encoder, TorchTensors(encoder.device), metrics))
         _log.info("embedding cache of %.3g GB, per item", settings.capacity_bytes / 1024**3)
+    except Exception:
+        _log.exception("the embedding cache stays off")
+        return
+    try:
         if settings.publish:
             _publish(settings, cache, encoder, server_args)
     except Exception:
-        _log.exception("the embedding cache stays off")
+        _log.exception("the embedding cache is on, but nothing is published")
 
 
 def _publish(settings: PluginSettings, cache: EmbeddingCache[Any], encoder: Any, server_args: Any) -> None:

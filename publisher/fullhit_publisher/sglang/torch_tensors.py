@@ -30,6 +30,9 @@ class TorchTensors:
         grid = grids[place]
         return grid.detach().clone() if isinstance(grid, self._torch.Tensor) else grid
 
+    def same_grid(self, grid: Any, grids: Any, place: int) -> bool:
+        return bool(self._torch.equal(self._torch.as_tensor(grid).cpu(), self._torch.as_tensor(grids[place]).cpu()))
+
     def grids(self, grids: Sequence[Any]) -> Any:
         return self._torch.stack(list(grids)) if isinstance(grids[0], self._torch.Tensor) else list(grids)
 

@@ -8,6 +8,10 @@ time to first token: it is "all embeddings are here" plus a constant for prefill
 
 Both runs get fresh encoders with the same per-item cache. That flatters the random split: a stock SGLang encoder
 caches whole parts only.
+
+With ``--encoder sglang`` the encoders are real ones with the plugin, fewer and with fewer turns; then a picture's
+embedding is right when it is what it was the first time, but for the last bits of its numbers, which depend on what
+else was in the forward.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import eq
 from pathlib import Path
 from typing import Any
 
+from fullhit.lab.demo_fleet import EncoderFleet, MockFleet, SglangFleet
 from fullhit.lab.demo_report import RunReport, table, verdict
 from fullhit.lab.embedding import mock_embedding
 from fullhit.lab.images import DEFAULT_SIZE, LabExtraMissing, PictureSize, data_uri, draw_jpeg
@@ -38,12 +44,11 @@ from fullhit.lab.workload import SlidingWindow
 
 __all__ = ["Demo", "DemoSettings", "add_arguments", "run"]
 
-# The devices of the four mock encoders.
-DEVICES = ("cuda", "cuda", "cpu", "cpu")
 FULL_SIZE = PictureSize(2400, 1080)
 # The router's answer to "is everyone here" must come within this, seconds.
 FLEET_LIMIT = 60.0
 PROGRESS_EVERY = 3.0
+_ALIKE = 0.45
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,18 @@ class DemoSettings:
     embedding_kb: int = 64
     pause_ms: float = 200.0
     prefill_ms: float = 0.0
+    real: RealEncoders | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RealEncoders:
+    """How real encoders are started; see `SglangFleet`."""
+
+    python: str
+    model: str
+    device: str
+    arguments: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...]
 
 
 class Gallery:
@@ -67,6 +84,7 @@ class Gallery:
     def __init__(self, settings: DemoSettings) -> None:
         self._settings = settings
         self._pictures: dict[int, tuple[str, bytes]] = {}
+        self._seen: dict[int, bytes] = {}
 
     def draw(self) -> None:
         """Draw all; slow (some milliseconds a picture), so run it in a thread."""
@@ -84,6 +102,8 @@ class Gallery:
 
     def matches(self, numbers: Sequence[int], embedding: bytes) -> bool:
         """Whether the embedding is exactly that of these pictures in this order."""
+        if self._settings.real is not None:
+            return self._as_before(numbers, embedding)
         size = self._settings.embedding_kb * 1024
         if len(embedding) != size * len(numbers):
             return False
@@ -92,9 +112,24 @@ class Gallery:
             view[index * size : (index + 1) * size] == self._pictures[number][1] for index, number in enumerate(numbers)
         )
 
+    def _as_before(self, numbers: Sequence[int], embedding: bytes) -> bool:
+        """Whether each picture, all are of one size, has about the embedding that it had the first time."""
+        size, rest = divmod(len(embedding), len(numbers))
+        if rest or not size:
+            return False
+        pieces = [embedding[at * size : (at + 1) * size] for at in range(len(numbers))]
+        return all(_alike(self._seen.setdefault(n, piece), piece) for n, piece in zip(numbers, pieces, strict=True))
+
     @property
     def mean_bytes(self) -> int:
         return sum(len(uri) for uri, _ in self._pictures.values()) // max(1, len(self._pictures))
+
+
+def _alike(first: bytes, second: bytes) -> bool:
+    """Floating-point numbers that differ in their last bits share the upper half of their bytes."""
+    if first == second:
+        return True
+    return len(first) == len(second) and sum(map(eq, first, second)) >= _ALIKE * len(first)
 
 
 class Progress:
@@ -133,6 +168,7 @@ class Demo:
         self.processes = processes
         self.progress = progress
         self.gallery = Gallery(settings)
+        self.fleet: EncoderFleet = _fleet(settings, processes)
 
     async def play(self) -> list[RunReport]:
         load, progress = self.settings.load, self.progress
@@ -140,38 +176,27 @@ class Demo:
         drawing = asyncio.create_task(asyncio.to_thread(self.gallery.draw))
         try:
             _, plane = await start_nats(self.processes)
-            encoders = self._start_encoders("split", [])
-            urls = await _urls(encoders)
+            if self.fleet.real:
+                progress.say("starting the encoders ...")
+            encoders, urls = await self.fleet.start("split", [])
             await drawing
         finally:
             drawing.cancel()
         progress.say(f"pictures are {self.gallery.mean_bytes // 1024} KB each as data: URIs")
-        progress.say("1/2  random split: SGLang's own, straight over 2 GPU-like and 2 CPU-like mock encoders")
+        progress.say("1/2  random split: SGLang's own, straight over " + self.fleet.label)
         split = await self._run("sglang-split", urls, urls)
         self.processes.stop(encoders)
 
         how = "one part a turn" if self.settings.together else "one part a picture"
-        progress.say(f"2/2  Fullhit: router and four fresh mock encoders, {how}")
+        progress.say(f"2/2  Fullhit: router and fresh encoders, {how}")
         router, base, admin = await self._start_router(plane)
         events = ["--multimodal-embedding-cache-publisher", "--event-plane", plane]
-        encoders = self._start_encoders("fullhit", [*events, "--encoder-register-urls", base])
-        urls = await _urls(encoders)
+        encoders, urls = await self.fleet.start("fullhit", [*events, "--encoder-register-urls", base])
         await self._until_ready(router, base, admin, urls)
         aliases = [base] if self.settings.together else [f"{base}/v{index}" for index in range(load.window)]
         routed = await self._run("fullhit", aliases, urls)
         self.processes.stop([router, *encoders])
         return [split, routed]
-
-    def _start_encoders(self, run: str, options: Sequence[str]) -> list[Child]:
-        settings = self.settings
-        common = ["--vit-ms", str(settings.vit_ms), "--cpu-slower", str(settings.cpu_slower)]
-        common += ["--embedding-kb", str(settings.embedding_kb), *options]
-        return [
-            self.processes.start(
-                f"mock-encoder-{run}-{index}-{device}", ["fullhit.lab.mock_encoder", "--device", device, *common]
-            )
-            for index, device in enumerate(DEVICES)
-        ]
 
     async def _start_router(self, plane: str) -> tuple[Child, str, str]:
         listen, admin = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
@@ -191,7 +216,7 @@ class Demo:
                 return False
             return set(urls) <= set(known)
 
-        await router.until(everyone, "routing to all four encoders", FLEET_LIMIT)
+        await router.until(everyone, "routing to all encoders", FLEET_LIMIT)
 
     async def _run(self, name: str, targets: Sequence[str], encoders: Sequence[str]) -> RunReport:
         load, settings = self.settings.load, self.settings
@@ -203,8 +228,8 @@ class Demo:
             for user in range(load.users):
                 users.create_task(self._chat(server, user, report, started))
         report.seconds = time.perf_counter() - started
-        for url, device in zip(encoders, DEVICES, strict=True):
-            report.vit_runs["cpu" if device == "cpu" else "gpu"] += (await fetch_json(f"{url}/mock/stats"))["vit_runs"]
+        for url, device in zip(encoders, self.fleet.devices, strict=True):
+            report.vit_runs["cpu" if device == "cpu" else "gpu"] += await self.fleet.vit_runs(url)
         self.progress.say(f"     {load.requests} requests in {report.seconds:.1f} s, {len(report.failures)} failed")
         return report
 
@@ -229,8 +254,14 @@ class Demo:
             self.progress.step(f"     {report.router}: {done}/{load.requests} requests, {elapsed:.0f} s")
 
 
-async def _urls(encoders: Sequence[Child]) -> list[str]:
-    return [str((await encoder.json_line())["url"]) for encoder in encoders]
+def _fleet(settings: DemoSettings, processes: Supervisor) -> EncoderFleet:
+    real = settings.real
+    if real is not None:
+        return SglangFleet(
+            processes, real.python, real.model, settings.backend, real.device, real.arguments, dict(real.variables)
+        )
+    common = ["--vit-ms", str(settings.vit_ms), "--cpu-slower", str(settings.cpu_slower)]
+    return MockFleet(processes, [*common, "--embedding-kb", str(settings.embedding_kb)])
 
 
 # -- the command
@@ -257,6 +288,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("zmq_to_scheduler", "zmq_to_tokenizer"),
         default="zmq_to_scheduler",
         help="default %(default)s",
+    )
+    parser.add_argument(
+        "--encoder", choices=("mock", "sglang"), default="mock",
+        help="sglang: two real encoders with the plugin, 4 users x 4 turns unless told otherwise (default %(default)s)",
+    )  # fmt: skip
+    real = parser.add_argument_group("real encoders (--encoder sglang)")
+    real.add_argument("--model-path", metavar="MODEL", help="as for SGLang; needed")
+    real.add_argument("--sglang-python", metavar="PYTHON", default=sys.executable,
+                      help="an interpreter that has SGLang and this package (default: this one)")  # fmt: skip
+    real.add_argument("--sglang-device", default="cuda", help="as SGLang's --device (default %(default)s)")
+    real.add_argument("--sglang-arg", action="append", default=[], metavar="ARG", help="one more for SGLang; repeat")
+    real.add_argument(
+        "--sglang-env", action="append", default=[], metavar="NAME=VALUE", help="for its processes; repeat"
     )
     parser.add_argument("--keep-logs", metavar="DIR", type=Path, help="keep the logs of all processes there")
 
@@ -292,8 +336,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> DemoSettings:
-    users = args.users if args.users is not None else (8 if args.quick else 30)
-    turns = args.turns if args.turns is not None else (4 if args.quick else 8)
+    real = _real(args)
+    users = args.users if args.users is not None else (4 if real else 8 if args.quick else 30)
+    turns = args.turns if args.turns is not None else (4 if real or args.quick else 8)
     vit_ms = args.vit_ms if args.vit_ms is not None else (10.0 if args.quick else 15.0)
     for name in ("cpu_slower", "embedding_kb"):
         if getattr(args, name) <= 0:
@@ -310,7 +355,22 @@ def _settings(args: argparse.Namespace) -> DemoSettings:
         embedding_kb=args.embedding_kb,
         pause_ms=args.pause_ms,
         prefill_ms=args.prefill_ms,
+        real=real,
     )
+
+
+def _real(args: argparse.Namespace) -> RealEncoders | None:
+    if args.encoder == "mock":
+        return None
+    if not args.model_path:
+        raise ValueError("--encoder sglang needs --model-path MODEL")
+    variables = [text.partition("=") for text in args.sglang_env]
+    if not all(name and equals for name, equals, _ in variables):
+        raise ValueError("--sglang-env takes NAME=VALUE")
+    return RealEncoders(
+        args.sglang_python, args.model_path, args.sglang_device, tuple(args.sglang_arg),
+        tuple((name, value) for name, _, value in variables),
+    )  # fmt: skip
 
 
 async def _main(settings: DemoSettings, json_file: Path | None, logs: Path | None) -> int:
@@ -321,16 +381,24 @@ async def _main(settings: DemoSettings, json_file: Path | None, logs: Path | Non
     load, started = settings.load, time.monotonic()
     print(
         f"Fullhit demo: {load.users} users x {load.turns} turns, {load.window} pictures a turn of which "
-        f"{load.window - 1} repeat.\nMock encoders: a picture takes {settings.vit_ms:g} ms on the 2 GPU-like, "
-        f"{settings.vit_ms * settings.cpu_slower:g} ms on the 2 CPU-like ones; prefill: {settings.prefill_ms:g} ms.",
+        f"{load.window - 1} repeat.\n"
+        + (
+            f"Real SGLang encoders on {settings.real.device}, with the plugin: {settings.real.model}."
+            if settings.real is not None
+            else f"Mock encoders: a picture takes {settings.vit_ms:g} ms on the 2 GPU-like, "
+            f"{settings.vit_ms * settings.cpu_slower:g} ms on the 2 CPU-like ones; prefill: {settings.prefill_ms:g} ms."
+        ),
         flush=True,
     )
     async with Supervisor(logs) as processes:
         split, routed = await Demo(settings, processes, Progress()).play()
     print(f"\n{table([split, routed], load.distinct_images)}\n")
-    good, lines = verdict(split, routed, load.distinct_images, together=settings.together)
+    good, lines = verdict(
+        split, routed, load.distinct_images, together=settings.together, real=settings.real is not None
+    )
     print("\n".join(lines))
-    print(f"all in {time.monotonic() - started:.0f} s, with mock encoders: the times show queues, not a GPU")
+    what = "real SGLang encoders" if settings.real is not None else "mock encoders: the times show queues, not a GPU"
+    print(f"all in {time.monotonic() - started:.0f} s, with {what}")
     if json_file is not None:
         document = {"distinct_images": load.distinct_images, "runs": [split.as_json(), routed.as_json()]}
         await asyncio.to_thread(json_file.write_text, json.dumps(document, indent=2) + "\n")

@@ -14,6 +14,8 @@ import hashlib
 
 import msgspec
 
+from fullhit.lab.sglang_header import read_sglang_header
+
 __all__ = ["COLUMNS", "PART_MARK", "PartHeader", "base_request_id", "decode_header", "mock_embedding"]
 
 # Between a request's id and its part number, as SGLang builds part ids.
@@ -22,6 +24,8 @@ PART_MARK = "_local_part_"
 # Width of a mock embedding row; 512 two-byte numbers make a row of one KiB, so kilobytes and rows are the same.
 COLUMNS = 512
 ROW_BYTES = COLUMNS * 2
+
+_PICKLE = b"\x80"  # as a map of this size never begins in msgpack
 
 
 class PartHeader(msgspec.Struct, omit_defaults=False, frozen=True):
@@ -44,7 +48,9 @@ class PartHeader(msgspec.Struct, omit_defaults=False, frozen=True):
 
 
 def decode_header(frame: bytes) -> PartHeader:
-    """Frame 1 back into a header; ValueError when it is anything else."""
+    """Frame 1 back into a header, a mock encoder's or a real one's; ValueError when it is anything else."""
+    if frame[:1] == _PICKLE:
+        return PartHeader(**read_sglang_header(frame), mock=False)
     try:
         return msgspec.msgpack.decode(frame, type=PartHeader)
     except msgspec.DecodeError as problem:
