@@ -167,12 +167,12 @@ async def _until_share(fleet: Fleet, door: Door, wanted: str) -> None:
 
 
 async def _warm(fleet: Fleet, routers: tuple[Door, ...]) -> None:
-    """Our routers have asked C for what it holds."""
+    """Our routers have asked C for what it holds. Until they have heard it, what they list is their own prediction."""
     for door in routers:
         end = time.monotonic() + 60
         while True:
             row = await _row_of_c(fleet, door)
-            if row is not None and row.get("keys") and not row.get("doubtful"):
+            if row is not None and row["publishing"] and row["keys"] and not row["doubtful"]:
                 break
             if time.monotonic() > end:
                 raise CaseFailed(f"{door.name} has not got the keys of C: {row}")
