@@ -178,7 +178,7 @@ def test_a_stuck_stream_neither_blocks_nor_grows_and_the_gap_is_told_afterwards(
         log = Log(stream, max_lines=100)
         started = time.monotonic()
         for number in range(5000):
-            log.event("e", number=number, fill="x" * 500)
+            log.event("e", number=number, fill="x" * 1000)  # a full queue is more than a pipe holds
         assert time.monotonic() - started < 5
         assert log.dropped > 1000
         assert log.flush(0.01) is False
