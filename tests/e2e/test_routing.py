@@ -138,7 +138,7 @@ async def test_without_an_event_plane_and_on_the_stdlib_loop_it_still_routes(
 
 async def test_sigterm_finishes_what_runs_and_leaves_nothing_behind(deployment: Any, pictures: list[str]) -> None:
     router = await deployment.start_router()
-    _, url = await deployment.start_encoder("--hold", "1.5")
+    _, url = await deployment.start_encoder("--vit-ms", "3000")
     await deployment.ready(url)
     async with MockLanguageServer(LanguageServerSettings((deployment.base,)), seed=1) as server:
         running = asyncio.create_task(server.encode(pictures[:1]))
