@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fullhit_publisher.cache import EmbeddingCache
 from fullhit_publisher.sglang import activate
-from fullhit_publisher.sglang.hooks import _args_read, _encoder_made, _flags_added, activate_encoder
+from fullhit_publisher.sglang.children import RANK, launch_dp_worker
+from fullhit_publisher.sglang.hooks import (
+    _args_read,
+    _encoder_made,
+    _flags_added,
+    _mark_replies,
+    _publish,
+    activate_encoder,
+)
+from fullhit_publisher.sglang.replies import CacheHeader
+from fullhit_publisher.sglang.settings import PluginSettings
 
 CAPACITY = "DYN_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB"
+PUBLISHER = "DYN_MULTIMODAL_EMBEDDING_CACHE_PUBLISHER"
 GUARD = "FULLHIT_SURVIVE_FAILED_ENCODES"
 METHODS = (
     "batch_encode",
@@ -101,6 +114,60 @@ def test_an_encoder_with_a_capacity_gets_the_hooks(sglang: SimpleNamespace, monk
     ]
     assert sglang.registry.applied == 1
     assert sglang.runtime.launch_dp_worker.__module__ == "fullhit_publisher.sglang.children"
+
+
+def test_replies_are_marked_where_the_application_can_be_reached(
+    sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers: list[Any] = []
+    server = ModuleType("sglang.srt.disaggregation.encoder.http_server")
+    server.app = SimpleNamespace(add_middleware=layers.append)  # type: ignore[attr-defined]
+    sglang.runtime.execute_encode_pipeline = print
+    monkeypatch.setitem(sys.modules, server.__name__, server)
+    monkeypatch.setattr(sys.modules["sglang.srt.disaggregation.encoder"], "http_server", server, raising=False)
+    _mark_replies()
+    assert layers == [CacheHeader] and not caplog.text
+    assert sglang.registry.registered == [("disaggregation.encoder.runtime.execute_encode_pipeline", "around")]
+    del sglang.runtime.execute_encode_pipeline
+    _mark_replies()
+    assert layers == [CacheHeader] and "execute_encode_pipeline" in caplog.text
+
+
+def test_an_encoder_with_several_processes_publishes_what_they_have_in_common(
+    sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (CAPACITY, PUBLISHER, "FULLHIT_EVENT_PLANE", "FULLHIT_RANKS_SOCKET", "FULLHIT_RANKS_KEY"):
+        monkeypatch.setenv(name, "")  # put back afterwards, whatever is written there
+    made = SimpleNamespace(dp_size=2, host="127.0.0.1", port=30000, ssl_certfile=None)
+    asked = argparse.Namespace(
+        encoder_only=True, multimodal_embedding_cache_capacity_gb=1.0, multimodal_embedding_cache_publisher=True
+    )
+    assert _args_read(lambda *_: made, "cls", asked) is made
+    environ = dict(os.environ)
+    assert len(bytes.fromhex(environ["FULLHIT_RANKS_KEY"])) == 32
+    assert os.stat(os.path.dirname(environ["FULLHIT_RANKS_SOCKET"])).st_mode & 0o777 == 0o700
+    monkeypatch.setenv(RANK, "1")
+    reporters: list[Any] = []
+    monkeypatch.setattr("fullhit_publisher.sglang.hooks.RankReporter", lambda *told: reporters.append(told))
+    cache: EmbeddingCache[Any] = EmbeddingCache(100)
+    settings = PluginSettings(1, True)
+    _publish(settings, cache, SimpleNamespace(device="cuda:1"), made)
+    ((rank, reported, device, _),) = reporters
+    assert (rank, reported, device) == (1, cache, "cuda:1")
+
+
+def test_a_spawned_process_knows_which_one_it_is(sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANK, "")
+    started: list[Any] = []
+    sglang.runtime.launch_dp_worker = lambda *args, **kwargs: started.append((args, kwargs))
+    launch_dp_worker("args", 3, 0, "a", "b", "c")
+    assert os.environ[RANK] == "3" and started[-1] == (("args", 3, 0, "a", "b", "c"), {})
+    sglang.runtime.launch_dp_worker = lambda *args, **kwargs: started.append((args, kwargs))
+    launch_dp_worker("args", dp_rank=4)
+    assert os.environ[RANK] == "4"
+    sglang.runtime.launch_dp_worker = lambda *args, **kwargs: started.append((args, kwargs))
+    launch_dp_worker("args")  # of another release: it starts all the same
+    assert started[-1] == (("args",), {})
 
 
 def test_another_server_with_a_capacity_is_told_and_left_alone(

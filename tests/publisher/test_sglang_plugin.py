@@ -6,9 +6,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fullhit_publisher.sglang.encoder import Batch, Held, ItemCache
 from fullhit_publisher.sglang.guard import with_ids
 from fullhit_publisher.sglang.plan import batch_keys, make_plan
 from fullhit_publisher.sglang.settings import PluginSettings, add_flags, carry_over
+from fullhit_publisher.sglang.torch_tensors import TorchTensors
 
 Rows = list[tuple[str, int]]
 """A tensor of these tests: one entry a row, which picture it is of and which of its rows."""
@@ -353,3 +355,40 @@ def test_another_picture_behind_the_same_url_is_noticed_by_its_grid() -> None:
 
     asyncio.run(items.compute(original, ctx, Batch(bodies), keep_on_gpu=False, modality="IMAGE"))
     assert encoder.ran == [a, a]
+
+
+class Torch(ModuleType):
+    """So much of torch as keeping an embedding needs. ``lockable``: tensors for which memory may still be locked."""
+
+    def __init__(self, lockable: int) -> None:
+        super().__init__("torch")
+        self.lockable = lockable
+
+    def device(self, name: str) -> Any:
+        return SimpleNamespace(type=str(name).partition(":")[0])
+
+    def empty_like(self, tensor: Any, *, device: str, pin_memory: bool = False) -> Any:
+        assert device == "cpu"
+        if pin_memory:
+            self.lockable -= 1
+            if self.lockable < 0:
+                raise RuntimeError("CUDA error: out of memory")
+        return SimpleNamespace(copy_=lambda other: (other, pin_memory))
+
+
+@pytest.mark.parametrize(
+    ("device", "pinned", "expected"),
+    [("cuda:0", True, [True, True, False, False]), ("cuda:0", False, [False] * 4), ("cpu", True, [False] * 4)],
+)
+def test_memory_is_locked_where_embeddings_go_back_to_a_gpu_and_as_long_as_there_is_some(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    pinned: bool,
+    expected: list[bool],
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", Torch(2))
+    tensors = TorchTensors(device, pinned=pinned)
+    kept = [tensors.keep(SimpleNamespace(detach=lambda number=number: number)) for number in range(4)]
+    assert kept == list(enumerate(expected))
+    assert caplog.text.count("ordinary memory") == (1 if True in expected else 0)

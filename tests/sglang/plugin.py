@@ -8,11 +8,13 @@ point by which SGLang finds plugins.
 from __future__ import annotations
 
 import asyncio
+import json
 import pickletools
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from .case import Run, case
 from .client import data_uri, encode_body, new_part_id, picture, tokens_of
@@ -24,6 +26,7 @@ from .traffic import fetch
 
 __all__ = ["PluginStack"]
 
+FINGERPRINT = Path(__file__).with_name("fingerprint.py")
 PUBLISHER = Path(__file__).parents[2] / "publisher"
 ENTRY_POINT = "[sglang.srt.plugins]\nfullhit = fullhit_publisher.sglang:activate\n"
 DEPENDENCIES = ("nats-py>=2.9",)  # the others are there: SGLang needs them as well
@@ -145,6 +148,96 @@ async def parser_knows(run: Run) -> None:
     run.expect(not missing, f"--help does not show {missing}: {done.stderr[-300:]}")
 
 
+@case("not installed, excluded or not asked for: SGLang is as it came", backends=(PLUGIN,), limit=400.0)
+async def untouched(run: Run) -> None:
+    """Where code was written, which flags there are, which layers the application has: with plugin and without."""
+    stack = stack_of(run)
+    asked = {"DYN_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB": "1", "FULLHIT_SURVIVE_FAILED_ENCODES": "1"}
+    bare = await fingerprint(stack, installed=False)
+    gone = await fingerprint(stack, installed=False, **asked)
+    excluded = await fingerprint(stack, SGLANG_PLUGINS="another", **asked)
+    idle = await fingerprint(stack)
+    works = await fingerprint(stack, **asked)
+    run.expect(len(bare["code"]) > 300, f"only {len(bare['code'])} functions were found: what is compared here?")
+    run.expect(gone == bare, "variables alone, without the package, change SGLang")
+    run.expect(excluded == bare, f"excluded by SGLANG_PLUGINS, it is there: {excluded['ours']}")
+    changed = [name for name, place in idle["code"].items() if bare["code"].get(name) != place]
+    allowed = {"ServerArgs.add_cli_args", "ServerArgs.from_cli_args"}
+    run.expect(set(changed) == allowed, f"not asked for, it changes {changed}")
+    run.expect(idle["layers"] == bare["layers"], "not asked for, it is in the application")
+    added = set(idle["flags"]) - set(bare["flags"])
+    run.expect(set(FLAGS) <= added and not set(bare["flags"]) - set(idle["flags"]), f"flags added: {sorted(added)}")
+    altered = [name for name, place in works["code"].items() if bare["code"].get(name) != place]
+    run.expect(len(altered) > 6 and works["layers"] != bare["layers"], f"asked for, it changes only {altered}")
+    run.note = f"{len(bare['code'])} functions compared; asked for, the plugin is in {len(altered)} of them"
+
+
+async def fingerprint(stack: PluginStack, *, installed: bool = True, **variables: str) -> dict[str, Any]:
+    environment = stack.environment.variables()
+    if installed:
+        environment["PYTHONPATH"] = f"{environment['PYTHONPATH']}:{stack.path}"
+    command = [str(stack.environment.python), str(FINGERPRINT), "--model-path", str(stack.environment.model)]
+    command += ["--encoder-only", "--device", "cpu", "--load-format", "dummy"]
+    done = await asyncio.to_thread(
+        subprocess.run, command, env={**environment, **variables}, capture_output=True, text=True, timeout=180
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FINGERPRINT ")]
+    if done.returncode or not lines:
+        raise AssertionError(f"no fingerprint, exit {done.returncode}: {done.stderr[-600:]}")
+    told: dict[str, Any] = json.loads(lines[-1].removeprefix("FINGERPRINT "))
+    return told
+
+
+@case(
+    "a language server behind Fullhit: what is held is not encoded again, and says so", backends=(PLUGIN,), limit=400.0
+)
+async def chats(run: Run) -> None:
+    stack = stack_of(run)
+    cached = stack.encoders[0]
+    url, bootstrap = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    options = ["--language-only", "--encoder-urls", stack.router.url, *language_options(bootstrap)]
+    stack.language = Server(url, stack.sglang("plugin-language", url, options))
+    try:
+        await stack.bring_up(stack.language, "/health", LANGUAGE_START)
+        a, b, c = run.new_pictures(3)
+        first = await run.chat_succeeds([a, b])
+        before, known = await forwards(run, cached), await reports(run)
+
+        async def follows() -> bool:
+            row = await stack.row()
+            keys = row["keys"] if row is not None else 0
+            return isinstance(keys, int) and keys >= 2
+
+        await until(follows, "the router knows both pictures", 20.0)
+        again = await run.chat_succeeds([a, b])
+        await run.chat_succeeds([b, a])
+        run.expect(await forwards(run, cached) == before, "the ViT ran for pictures that are held")
+        run.expect(again.text == first.text, f"{first.text!r} without the cache, {again.text!r} with it")
+        await run.chat_succeeds([b, c])
+        run.expect(await forwards(run, cached) == before + 1, "not one forward for the picture that was new")
+        new = {name: number - known.get(name, 0) for name, number in (await reports(run)).items()}
+        new = {name: number for name, number in new.items() if number}
+        run.expect(new.get(("full_hit", "hit"), 0) >= 2, f"the router did not hear of hits: {new}")
+        run.expect(not new.get(("full_hit", "miss")), f"a full hit was a miss: {new}")
+        run.note = ", ".join(f"{said} {delivered} x{number:g}" for (said, delivered), number in sorted(new.items()))
+    finally:
+        stack.language.process.kill()
+
+
+async def reports(run: Run) -> dict[tuple[str, str], float]:
+    """What requests were sent for and what encoders said of them, as the router counts it."""
+    text = (await run.client.get(stack_of(run).admin + "/metrics")).body.decode()
+    lines = re.findall(r"^fullhit_cache_reports_total\{([^}]*)\} ([0-9.e+]+)$", text, re.M)
+    labels = [(dict(re.findall(r'(\w+)="([^"]*)"', inside)), float(number)) for inside, number in lines]
+    return {(one["predicted"], one["delivered"]): number for one, number in labels}
+
+
+def language_options(bootstrap: str) -> list[str]:
+    options = ["--encoder-bootstrap-port", bootstrap.rpartition(":")[2], "--context-length", "4096"]
+    options += ["--max-total-tokens", "16384", "--max-running-requests", "8"]
+    return [*options, "--disable-overlap-schedule", "--skip-server-warmup"]
+
+
 @case("embeddings with the cache equal those without, byte for byte", backends=(PLUGIN,))
 async def same_bytes_cached(run: Run) -> None:
     cached, plain = run.stack.encoders
@@ -213,8 +306,9 @@ async def router_knows(run: Run) -> None:
         run.requests += 1
         body = encode_body(new_part_id(), [one], port=run.receiver().port)
         async with run.client.session.post(f"{run.router}/encode", json=body) as reply:
-            reason = reply.headers.get("x-fullhit-reason")
+            reason, said = (reply.headers.get(name) for name in ("x-fullhit-reason", "x-fullhit-cache"))
             run.expect(reply.status == 200 and reason == wanted, f"{reply.status} {reason}, {wanted} expected")
+            run.expect(said == ("hit" if wanted == "full_hit" else "miss"), f"{wanted}, and the encoder says {said}")
 
 
 @case("an encoder that is killed comes back empty, and is learnt anew", backends=(PLUGIN,))
@@ -234,19 +328,36 @@ async def restarted(run: Run) -> None:
     await until(lambda: counts(1), "the router has learnt the first picture", 20.0)
 
 
-@case("--dp-size 2: each process has its cache, nothing is published", backends=(PLUGIN,), limit=240.0)
+@case(
+    "--dp-size 2: the router knows what both processes hold, and may promise no more", backends=(PLUGIN,), limit=240.0
+)
 async def two_processes(run: Run) -> None:
+    """SGLang sends requests in turns while nothing waits; the router hears of a picture when both have it."""
     stack = stack_of(run)
-    options = [option for option in stack.options if option not in ("--encoder-register-urls", stack.router.url)]
-    double = stack.encoder("plugin-dp", [*options, "--dp-size", "2"])
+    double = stack.encoder("plugin-dp", [*stack.options, "--dp-size", "2"])
     await stack.bring_up(double, "/health", 2 * ENCODER_START)
+
+    async def row() -> dict[str, Any]:
+        return next((row for row in await stack.workers() if row["url"].rstrip("/") == double.url), {})
+
+    async def counts(keys: int) -> bool:
+        told = await row()
+        return bool(told.get("publishing")) and not told["doubtful"] and told["keys"] == keys
+
     try:
-        shown = run.new_pictures()
-        expected = await fetch(run, stack.encoders[1].url, shown)
-        for _ in range(6):
-            run.expect(await fetch(run, double.url, shown) == expected, "the bytes differ")
+        await until(lambda: counts(0), "the router follows the encoder with two processes", 60.0)
+        a, b = run.new_pictures(2)
+        for one in (a, b):
+            expected = await fetch(run, stack.encoders[1].url, [one])
+            run.expect(await fetch(run, double.url, [one]) == expected, "the bytes differ")
+        run.expect((await row())["keys"] == 0, "what one process alone holds was published")
+        for one in (b, a):  # the other way round: each process gets the picture that it has not
+            await fetch(run, double.url, [one])
+        await until(lambda: counts(2), "the router knows what both hold", 20.0)
+        for one in run.new_pictures(2 * ROOM):
+            await fetch(run, double.url, [one])
+        await until(lambda: counts(0), "what a process has evicted is taken back", 20.0)
         log = double.process.log.read_text(errors="replace")
-        run.expect(log.count("nothing is published") >= 1, "the log does not say that nothing is published")
         run.expect(log.count("embedding cache of") == 2, "not every process has a cache")
     finally:
         double.process.kill()
@@ -261,9 +372,7 @@ async def guarded(run: Run) -> None:
         encoder = stack.encoder("guard-encoder", [])
         url, bootstrap = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         options = ["--language-only", "--encoder-urls", encoder.url, "--survive-failed-encodes"]
-        options += ["--encoder-bootstrap-port", bootstrap.rpartition(":")[2], "--context-length", "4096"]
-        options += ["--max-total-tokens", "16384", "--max-running-requests", "8"]
-        options += ["--disable-overlap-schedule", "--skip-server-warmup"]
+        options += language_options(bootstrap)
         stack.language = Server(url, stack.sglang("guard-language", url, options))
     finally:
         stack.backend = PLUGIN

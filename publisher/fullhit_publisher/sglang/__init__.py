@@ -8,6 +8,8 @@ held are not encoded again, the others alone are, and the answer is the same.
     settings   what is asked for, from flags and environment
     plan       which items are held, which must be encoded, in which order they go together (pure)
     encoder    the cache around one encoder's compute step
+    replies    what a reply says of the cache
+    common     what several processes of one encoder hold in common (pure); ``ranks``: how the main one learns it
     hooks      where all that is hung into SGLang, and only if everything it needs is there
     children   what spawned encoder processes run first
     guard      for language servers: a failed encode is not their end

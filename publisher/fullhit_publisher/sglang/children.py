@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+import os
+from typing import Any, Final
 
-__all__ = ["launch_dp_worker"]
+__all__ = ["RANK", "launch_dp_worker"]
+
+RANK: Final = "FULLHIT_DP_RANK"
+"""Which of the encoder's processes this one is, in its environment."""
 
 _log = logging.getLogger("fullhit_publisher")
 
@@ -18,6 +22,8 @@ def launch_dp_worker(*args: Any, **kwargs: Any) -> None:
     try:
         from .hooks import activate_encoder
 
+        rank = kwargs["dp_rank"] if "dp_rank" in kwargs else args[1]
+        os.environ[RANK] = str(int(rank))
         activate_encoder()
     except Exception:
         _log.exception("the embedding cache stays off in this process")

@@ -18,7 +18,8 @@ Whatever goes wrong with the cache itself, SGLang's own step is the answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +32,8 @@ _log = logging.getLogger("fullhit_publisher")
 
 Original = Callable[[], Awaitable[Any]]
 _GRID_BYTES = 64
+_MAX_OUTCOMES = 1024
+"""Requests whose outcome is remembered until their reply asks for it; fewer are ever under way."""
 
 
 class Tensors(Protocol):
@@ -90,6 +93,12 @@ class ItemCache:
         self._encoder = encoder
         self._tensors = tensors
         self._example: Any = None  # a context of this encoder's: what the next one is modelled on
+        self._outcomes: OrderedDict[str, str] = OrderedDict()
+
+    def outcome(self, req_id: str) -> str | None:
+        """What became of a request that was computed, told once: ``hit`` when all its items were held, ``partial`` when
+        some were, ``miss``. None for one that the cache had no part in."""
+        return self._outcomes.pop(req_id, None)
 
     def prepare(self, batch: Batch, modality: Any) -> Any:
         """The context of a batch of pictures that are all held; None when it must be prepared as ever."""
@@ -134,6 +143,7 @@ class ItemCache:
         if batch.ready:
             self._count(len(batch.ready), 0, 0)
             pieces = [batch.ready[place].piece for place in range(len(batch.ready))]
+            self._note(batch.requests, ctx.items_per_req, batch.ready)
             return self._tensors.join([self._tensors.bring(piece, on_device=keep_on_gpu) for piece in pieces])
         plan, keys = self._plan(ctx, batch.requests, modality)
         if plan is None:
@@ -143,6 +153,7 @@ class ItemCache:
         self._count(plan.size - len(plan.encode), len(plan.encode) - unkeyed, unkeyed)
         if plan.plain:
             whole = await original()
+            self._note(batch.requests, ctx.items_per_req, ())
             self._keep(ctx, keys, plan.encode, lambda: self._encoder.slice_embedding(whole, counts))
             return whole
         encoded: list[Any] = []
@@ -156,9 +167,22 @@ class ItemCache:
         held = {place: self._tensors.bring(one.piece, on_device=keep_on_gpu) for place, one in plan.held.items()}
         whole = self._tensors.join(Plan(plan.size, held, plan.encode, plan.same_as).in_order(encoded))
         self._encoder._validate_embedding_token_count(ctx, whole)
+        self._note(batch.requests, ctx.items_per_req, plan.held)
         found = dict(zip(plan.encode, encoded, strict=True))
         self._keep(ctx, keys, plan.encode, lambda: [found.get(place) for place in range(plan.size)])
         return whole
+
+    def _note(self, requests: Sequence[Any], items_per_request: Sequence[int], held: Container[int]) -> None:
+        """Remember for each request of a batch what became of it. ``held``: the places that were not encoded."""
+        first = 0
+        for request, count in zip(requests, items_per_request, strict=False):
+            spared = sum(place in held for place in range(first, first + count))
+            first += count
+            request_id = request.get("req_id")
+            if isinstance(request_id, str) and count:
+                self._outcomes[request_id] = "hit" if spared == count else "partial" if spared else "miss"
+        while len(self._outcomes) > _MAX_OUTCOMES:
+            self._outcomes.popitem(last=False)
 
     def _plan(self, ctx: Any, requests: Sequence[Any], modality: str) -> tuple[Plan[Held] | None, list[str | None]]:
         if self.broken or ctx.is_health_check or _carries_sound(ctx):

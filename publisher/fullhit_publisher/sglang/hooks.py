@@ -9,12 +9,13 @@
 | MMEncoder.batch_encode (around)                    | the bodies of the batch, which say what its items are       |
 | MMEncoder._compute_direct_embedding (around)       | the step that is saved                                      |
 | MMEncoder._prepare_encode_context (around)         | the step before, if that is to be saved as well             |
+| runtime.execute_encode_pipeline (around)           | what the reply says of the cache (`replies`)                |
 | runtime.launch_dp_worker (replaced)                | the same in encoder processes that are spawned (`children`) |
 | MMReceiverBase.create_req (after)                  | language servers that outlive a failed encode (`guard`)     |
 
 With tensor parallelism all ranks would have to agree on what is held before they enter the forward pass together; they
-do not, so the cache stays off there. With data parallelism (``--dp-size``) each process has a cache of its own, and a
-router cannot tell which of them a request will meet, so nothing is published.
+do not, so the cache stays off there. With data parallelism (``--dp-size``) each process has a cache of its own, and
+SGLang chooses the process for a request; so the main process publishes what all of them hold (`ranks`, `common`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from typing import Any, Final, NoReturn
 
 from ..cache import EmbeddingCache
 from ..publisher import EmbeddingCachePublisher
-from .children import launch_dp_worker
+from .children import RANK, launch_dp_worker
 from .encoder import Batch, ItemCache
 from .guard import activate_guard
 from .metrics import make_metrics
+from .ranks import RankListener, RankReporter
+from .replies import ATTRIBUTE, CacheHeader, encode_pipeline
 from .settings import PluginSettings, add_flags, carry_over
 
 __all__ = ["activate", "activate_encoder"]
@@ -40,6 +43,7 @@ _log = logging.getLogger("fullhit_publisher")
 
 _SERVER_ARGS: Final = "sglang.srt.server_args.ServerArgs"
 _ENCODER: Final = "sglang.srt.disaggregation.encoder.server.MMEncoder"
+_PIPELINE: Final = "sglang.srt.disaggregation.encoder.runtime.execute_encode_pipeline"
 _NEEDED: Final = (
     "__init__",
     "batch_encode",
@@ -48,7 +52,6 @@ _NEEDED: Final = (
     "_encode_missing",
     "_validate_embedding_token_count",
 )
-_ATTRIBUTE: Final = "_fullhit_items"
 _batch: ContextVar[Batch | None] = ContextVar("fullhit_batch", default=None)
 
 
@@ -97,6 +100,21 @@ def activate_encoder() -> bool:
     return True
 
 
+def _mark_replies() -> None:
+    """Let replies to ``/encode`` say what became of the request; where that cannot be, they say nothing."""
+    try:
+        from sglang.srt.disaggregation.encoder import http_server, runtime
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        if not hasattr(runtime, "execute_encode_pipeline"):
+            raise ImportError("SGLang's encoder has no execute_encode_pipeline")
+        http_server.app.add_middleware(CacheHeader)
+        HookRegistry.register(_PIPELINE, encode_pipeline, HookType.AROUND)
+        HookRegistry.apply_hooks()
+    except Exception as error:
+        _log.warning("replies do not say whether they were held: %s", error)
+
+
 def _flags_added(result: Any, parser: Any, *_: Any) -> None:
     """Never raises, and never lets a parser end the process: a server without these flags is better than none."""
     try:
@@ -119,6 +137,7 @@ class _Trial(argparse.ArgumentParser):
 
 def _args_read(original: Any, *args: Any, **kwargs: Any) -> Any:
     namespace = kwargs.get("args", args[-1] if args else None)
+    active = False
     try:
         carry_over(namespace, os.environ)
         settings = PluginSettings.from_environ(os.environ)
@@ -126,12 +145,20 @@ def _args_read(original: Any, *args: Any, **kwargs: Any) -> Any:
             _log.warning("nothing to publish: set --multimodal-embedding-cache-capacity-gb above 0")
         if settings.wanted:
             if getattr(namespace, "encoder_only", False):
-                activate_encoder()
+                active = activate_encoder()
+                if active:
+                    _mark_replies()
             else:
                 _log.warning("the embedding cache is for encoders; this server has no --encoder-only and keeps none")
     except Exception:
         _log.exception("the embedding cache stays off")
-    return original(*args, **kwargs)
+    result = original(*args, **kwargs)
+    if active and settings.publish and getattr(result, "dp_size", 1) > 1:
+        try:
+            _publish_for_all(settings, result)
+        except Exception:
+            _log.exception("the embedding caches are on, but nothing is published")
+    return result
 
 
 def _encoder_made(result: Any, encoder: Any, server_args: Any, *_: Any, **__: Any) -> None:
@@ -145,7 +172,9 @@ def _encoder_made(result: Any, encoder: Any, server_args: Any, *_: Any, **__: An
 
         cache: EmbeddingCache[Any] = EmbeddingCache(settings.capacity_bytes)
         metrics = make_metrics(cache)
-        setattr(encoder, _ATTRIBUTE, ItemCache(cache, encoder, TorchTensors(encoder.device), metrics))
+        # With mooncake what is held goes back to the device; otherwise it leaves from host memory.
+        tensors = TorchTensors(encoder.device, pinned=bool(getattr(encoder, "use_mooncake", False)))
+        setattr(encoder, ATTRIBUTE, ItemCache(cache, encoder, tensors, metrics))
         _log.info("embedding cache of %.3g GB, per item", settings.capacity_bytes / 1024**3)
     except Exception:
         _log.exception("the embedding cache stays off")
@@ -158,22 +187,35 @@ def _encoder_made(result: Any, encoder: Any, server_args: Any, *_: Any, **__: An
 
 
 def _publish(settings: PluginSettings, cache: EmbeddingCache[Any], encoder: Any, server_args: Any) -> None:
+    device = str(encoder.device)
     if getattr(server_args, "dp_size", 1) > 1:
-        _log.warning(
-            "nothing is published: with --dp-size above 1 SGLang chooses the process, and each has a cache of its own"
-        )
+        RankReporter(int(os.environ[RANK]), cache, device, os.environ)
         return
-    url = settings.url or _advertised(server_args)
+    publisher = _publisher(settings, server_args, device)
+    publisher.attach(cache).start()
+
+
+def _publish_for_all(settings: PluginSettings, server_args: Any) -> None:
+    """In the main process of an encoder with several: publish what all of them hold, once they say it."""
+
+    def make(device: str) -> EmbeddingCachePublisher:
+        return _publisher(settings, server_args, device).start()
+
+    listener = RankListener(server_args.dp_size, make, os.environ)
+    atexit.register(listener.close)
+
+
+def _publisher(settings: PluginSettings, server_args: Any, device: str) -> EmbeddingCachePublisher:
     publisher = EmbeddingCachePublisher(
-        url,
+        settings.url or _advertised(server_args),
         pool=settings.pool,
         event_plane=settings.event_plane,
-        device=str(encoder.device),
+        device=device,
         credentials=settings.credentials,
     )
-    publisher.attach(cache).start()
     atexit.register(publisher.close)
     _log.info("publishing the embedding cache as %s in pool %s", publisher.url, settings.pool)
+    return publisher
 
 
 def _advertised(server_args: Any) -> str:
@@ -195,7 +237,7 @@ async def _batch_encode(original: Any, encoder: Any, requests: Any, modality: An
 
 
 async def _prepare(original: Any, encoder: Any, requests: Any, modality: Any, **how: Any) -> Any:
-    items: ItemCache | None = getattr(encoder, _ATTRIBUTE, None)
+    items: ItemCache | None = getattr(encoder, ATTRIBUTE, None)
     batch = _batch.get()
     if items is not None and batch is not None and not how.get("use_global_cache") and not how.get("is_health_check"):
         context = items.prepare(batch, modality)
@@ -205,7 +247,7 @@ async def _prepare(original: Any, encoder: Any, requests: Any, modality: Any, **
 
 
 async def _compute(original: Any, encoder: Any, ctx: Any, *, keep_on_gpu: bool) -> Any:
-    items: ItemCache | None = getattr(encoder, _ATTRIBUTE, None)
+    items: ItemCache | None = getattr(encoder, ATTRIBUTE, None)
     batch = _batch.get()
     if items is None or batch is None:
         return await original(encoder, ctx, keep_on_gpu=keep_on_gpu)

@@ -20,7 +20,7 @@ import signal
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 from aiohttp import web
@@ -77,6 +77,14 @@ class _Staged:
     ready: asyncio.Future[dict[str, Any]]
     header: PartHeader | None = None
     taken: set[str] = field(default_factory=set)
+    delivered: str = ""
+
+
+class _Computed(NamedTuple):
+    header: PartHeader
+    payload: bytes
+    delivered: str
+    """What the cache had of it: ``hit``, ``partial`` or ``miss``."""
 
 
 class _Refused(Exception):
@@ -178,7 +186,7 @@ class MockEncoder:
 
         try:
             try:
-                header, payload = await self._compute(req_id, body, loaded)
+                header, payload, delivered = await self._compute(req_id, body, loaded)
             except _Refused as refusal:
                 _fail(staged, refusal)
                 if refusal.status in (400, 500) and "num_parts" in body:
@@ -188,7 +196,7 @@ class MockEncoder:
             await self._deliver(state, body, header.frames(payload))
             self.counts["pushed_parts"] += 1
             self.counts["pushed_bytes"] += len(payload)
-            return web.json_response(None)
+            return web.json_response(None, headers={"x-fullhit-cache": delivered})
         finally:
             if not keep_state:
                 self._rendezvous.end(state)
@@ -200,18 +208,19 @@ class MockEncoder:
         if staged is None:
             staged = self._stage(req_id)
             try:
-                header, payload = await self._compute(req_id, body)
+                header, payload, delivered = await self._compute(req_id, body)
             except BaseException as problem:
                 _fail(staged, problem if isinstance(problem, _Refused) else _Refused(500, "cancelled", req_id))
                 raise
-            staged.header = header
+            staged.header, staged.delivered = header, delivered
             staged.ready.set_result(_sizes(len(payload), *header.shape))
         sizes = await asyncio.shield(staged.ready)
-        return web.json_response({**{name: body[name] for name in body if name != "mm_items"}, **sizes})
+        answer = {**{name: body[name] for name in body if name != "mm_items"}, **sizes}
+        return web.json_response(answer, headers={"x-fullhit-cache": staged.delivered})
 
     async def _compute(
         self, req_id: str, body: Mapping[str, Any], on_loaded: Callable[[], None] = lambda: None
-    ) -> tuple[PartHeader, bytes]:
+    ) -> _Computed:
         modality, items = body.get("modality"), body.get("mm_items")
         num_parts, part_idx = body.get("num_parts"), body.get("part_idx")
         if modality not in MODALITIES:
@@ -223,13 +232,13 @@ class MockEncoder:
         if self._rng.random() < self.faults.fail_rate:
             raise _Refused(self.faults.status, f"mock fault: {self.faults.status} on purpose", req_id)
         try:
-            embeddings = await self.device.encode(items, modality, on_loaded)
+            encoded = await self.device.encode(items, modality, on_loaded)
         except Undecodable as problem:
             raise _Refused(400, f"mock encoder: {problem}", req_id) from None
-        rows = tuple(len(embedding) // ROW_BYTES for embedding in embeddings)
+        rows = tuple(len(embedding) // ROW_BYTES for embedding in encoded.embeddings)
         shape = (sum(rows), COLUMNS)
         header = PartHeader(req_id, part_idx, num_parts, modality, shape, item_rows=rows)
-        return header, b"".join(embeddings)
+        return _Computed(header, b"".join(encoded.embeddings), encoded.delivered)
 
     async def _deliver(self, state: Destinations, body: Mapping[str, Any], frames: list[bytes]) -> None:
         """To every destination at once; 504 when they never registered, 502 when one does not take it."""

@@ -17,7 +17,7 @@ import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -55,6 +55,18 @@ class DeviceStats:
     vit_seconds: float = 0.0
 
 
+class Encoded(NamedTuple):
+    """The embeddings of a request's items, in order, and how many of them came from the cache."""
+
+    embeddings: list[bytes]
+    held: int
+
+    @property
+    def delivered(self) -> str:
+        """What ``x-fullhit-cache`` says of it."""
+        return "hit" if self.held == len(self.embeddings) else "partial" if self.held else "miss"
+
+
 class MockDevice:
     """Encodes items one after the other; share one cache between all requests."""
 
@@ -68,7 +80,7 @@ class MockDevice:
 
     async def encode(
         self, items: Sequence[object], modality: str, on_loaded: Callable[[], None] = lambda: None
-    ) -> list[bytes]:
+    ) -> Encoded:
         """One embedding per item, in order. Raises Undecodable when one cannot be fetched or decoded.
 
         ``on_loaded`` is called when all are, before the first one is encoded.
@@ -80,12 +92,14 @@ class MockDevice:
         contents = await asyncio.gather(*(self._load(items[index], modality) for index in missing))
         loaded = dict(zip(missing, contents, strict=True))
         on_loaded()
+        runs = 0
         result: list[bytes] = []
         for index, embedding in enumerate(found):
             if embedding is None:
-                embedding = await self._run(keys[index], loaded[index])
+                embedding, ran = await self._run(keys[index], loaded[index])
+                runs += ran
             result.append(embedding)
-        return result
+        return Encoded(result, len(result) - runs)
 
     async def close(self) -> None:
         self._loaders.shutdown(wait=False, cancel_futures=True)
@@ -98,19 +112,20 @@ class MockDevice:
             self.stats.hits += 1
         return embedding
 
-    async def _run(self, key: str | None, content: bytes) -> bytes:
+    async def _run(self, key: str | None, content: bytes) -> tuple[bytes, bool]:
+        """The embedding, and whether the ViT ran for it."""
         async with self._lock:
             # Another request may have encoded the same picture while this one stood in the queue.
             embedding = None if key is None else self._cached(key)
             if embedding is not None:
-                return embedding
+                return embedding, False
             await asyncio.sleep(self.settings.vit_seconds)
             self.stats.vit_runs += 1
             self.stats.vit_seconds += self.settings.vit_seconds
             embedding = mock_embedding(content, self.settings.embedding_kb)
             if key is not None:
                 self.cache.put(key, embedding)
-            return embedding
+            return embedding, True
 
     async def _load(self, item: object, modality: str) -> bytes:
         if isinstance(item, Mapping) and item.get("url") is None:

@@ -72,7 +72,12 @@ COUNTERS = (
     Definition("event_gaps", "Holes found in a worker's sequence of events"),
     Definition("resyncs", "Snapshots asked for, by why and how it ended", ("cause", "outcome")),
     Definition("digest_mismatch", "Heartbeats whose digest differs from the index at equal sequence"),
-    Definition("hit_mispredictions", "Full hits that the worker reported as misses"),
+    Definition("hit_mispredictions", "Full hits that the worker reported as misses, whole or in part"),
+    Definition(
+        "cache_reports",
+        "Requests by what the worker was chosen for and what it says its cache had",
+        ("worker", "predicted", "delivered"),
+    ),
     Definition("retries", "Requests sent to another worker after the first could not take them", ("cause",)),
     Definition("bad_images", "Images that cannot be read, by what was done", ("action",)),
     Definition("registrations", "Receiver registrations of language servers, by outcome", ("outcome",)),

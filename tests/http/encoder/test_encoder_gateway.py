@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from fullhit_publisher.keys import item_key
+
 
 async def encode_and_register(house: Any, body: dict[str, Any], port: int = 40001, **where: str) -> Any:
     alias = where.get("alias", "")
@@ -866,3 +868,32 @@ def test_settings_which_cannot_work_are_refused() -> None:
     for fields in ({"encode_timeout": 60}, {"bad_image": "eat"}, {"aliases": -1}, {"queue_max": 0}):
         with pytest.raises(ValueError, match=next(iter(fields))):
             GatewaySettings(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("told", "delivered", "mispredicted"),
+    [("hit", "hit", 0), ("miss", "miss", 1), ("partial", "partial", 1), ("HIT", "", 0), ("x" * 5000, "", 0)],
+)
+async def test_what_an_encoder_says_of_its_cache_is_held_against_the_choice(
+    house: Any, lab: Any, told: str, delivered: str, mispredicted: int
+) -> None:
+    encoder = await house.encoder("zmq_to_tokenizer")
+    body = house.body(embedding_port=37801)
+    house.pool.set_publishing(encoder.url, True)
+    house.pool.apply_delta(encoder.url, [key for item in body["mm_items"] if (key := item_key(item)) is not None], ())
+    encoder.on("/encode", lab.says(200, None, f"x-fullhit-cache: {told}\r\n"))
+    reply = await house.call("/encode", body)
+    assert (reply.status, reply.headers["x-fullhit-reason"]) == (200, "full_hit")
+    counters = house.telemetry.counters
+    assert counters["hit_mispredictions"] == mispredicted
+    reports = {name: number for name, number in counters.items() if name.startswith("cache_reports")}
+    assert reports == ({f"cache_reports:{encoder.url}:full_hit:{delivered}": 1} if delivered else {})
+    assert house.telemetry.decisions[-1][1].get("delivered", "") == delivered
+    await house.at_rest()
+
+
+async def test_an_encoder_that_says_nothing_of_its_cache_is_not_judged(house: Any) -> None:
+    await house.encoder("zmq_to_tokenizer")
+    assert (await house.call("/encode", house.body(embedding_port=37801))).status == 200
+    assert not [name for name in house.telemetry.counters if name.startswith(("cache_reports", "hit_"))]
+    assert "delivered" not in house.telemetry.decisions[-1][1]

@@ -52,8 +52,8 @@ class LivePart:
 
 class Call:
     """One ``/encode`` as it goes through the gateway. ``wire_id`` is the ``req_id`` that ``body`` has, ``replaced``
-    the places of pictures that were replaced, ``lost`` counts encoders that failed over it, ``causes`` counts what
-    went wrong by its name."""
+    the places of pictures that were replaced, ``delivered`` what the encoder says its cache had, ``lost`` counts
+    encoders that failed over it, ``causes`` counts what went wrong by its name."""
 
     # Most calls never leave these defaults; instances hold only what differs.
     tried: frozenset[str] = frozenset()
@@ -67,6 +67,7 @@ class Call:
     causes: Mapping[str, int] = MappingProxyType({})
     pictures: tuple[str, ...] = ()
     decision: Decision | None = None
+    delivered = ""
 
     def __init__(
         self,

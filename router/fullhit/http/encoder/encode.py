@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fullhit.core.decision import Decision
-from fullhit.core.types import SelectRequest
+from fullhit.core.types import Reason, SelectRequest
 from fullhit.http.common import InFlight, request_id_line, request_id_of
 from fullhit.http.waiting import WaitedTooLong, WaitingRoom, WaitingRoomFull
 from fullhit.http.wire import Request, Responder, Timeouts, UpstreamError, header_block
@@ -301,6 +301,8 @@ class EncodeRoute:
         part, info = call.part, call.info
         if answer.status == 200:
             self._pool.record_encoded(part.worker, info.sizes)
+            if answer.delivered:
+                self._compare(call, answer.delivered)
             # With mooncake a /send follows. Registrations and a port of its own are for the zmq backends.
             self._table.close_ok(part, keep=info.embedding_port is None and not part.registrations)
         else:
@@ -308,6 +310,18 @@ class EncodeRoute:
             if part.offered != part.attempt and answer.status in (400, 500):
                 self._deliveries.hand_over(part, self._origins.of(part.worker))
             self._table.close_failed(part, answer.status, message_in(answer.body) or text)
+
+    def _compare(self, call: Call, delivered: str) -> None:
+        """Hold what the encoder found in its cache against what it was chosen for."""
+        decision = call.decision
+        if decision is None or decision.worker.id != call.part.worker:
+            return
+        call.delivered = delivered
+        self._telemetry.count(
+            "cache_reports", worker=call.part.worker, predicted=str(decision.reason), delivered=delivered
+        )
+        if decision.reason is Reason.FULL_HIT and delivered != "hit":
+            self._telemetry.count("hit_mispredictions")
 
     def _pass_on(self, call: Call, answer: Answer) -> None:
         worker, reason = call.part.worker, str(call.decision.reason) if call.decision is not None else ""
@@ -340,6 +354,8 @@ class EncodeRoute:
             outcome["alias"] = call.part.alias
         if call.causes:
             outcome["failures"] = dict(call.causes)
+        if call.delivered:
+            outcome["delivered"] = call.delivered
         if call.pictures:
             outcome["bad_images"] = list(call.pictures)
         if decision is not None:

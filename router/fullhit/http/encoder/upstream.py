@@ -44,17 +44,20 @@ __all__ = ["Answer", "Failure", "answer_of", "failure_of", "is_listening", "refu
 Retry = Literal["yes", "if_harmless", "no"]
 
 _KNOCK_SECONDS: Final = 1.0
+_DELIVERED: Final = {word.encode(): word for word in ("hit", "partial", "miss")}
 
 
 @dataclass(slots=True)
 class Answer:
     """A complete answer of an encoder. ``lines``: its end-to-end headers, composed; ``tagged``: x-request-id is among
-    them."""
+    them; ``delivered``: what its cache had of the request, ``hit``, ``partial`` or ``miss``, empty when it does not
+    say."""
 
     status: int
     lines: bytes
     body: bytes
     tagged: bool = False
+    delivered: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,9 @@ def with_id(answer: Answer, told: str, known: str) -> Answer:
 
 def answer_of(response: UpstreamResponse, body: bytes) -> Answer:
     """The answer, once its body is read."""
-    return Answer(response.status, response.forwarded(), body, response.get(b"x-request-id") is not None)
+    tagged = response.get(b"x-request-id") is not None
+    delivered = _DELIVERED.get(response.get(b"x-fullhit-cache") or b"", "")
+    return Answer(response.status, response.forwarded(), body, tagged, delivered)
 
 
 def failure_of(error: UpstreamError) -> Failure:
