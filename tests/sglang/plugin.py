@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import pickletools
+import random
 import re
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -238,16 +241,41 @@ def language_options(bootstrap: str) -> list[str]:
     return [*options, "--disable-overlap-schedule", "--skip-server-warmup"]
 
 
-@case("embeddings with the cache equal those without, byte for byte", backends=(PLUGIN,))
+@case("embeddings with the cache equal those without, byte for byte", backends=(PLUGIN,), limit=240.0)
 async def same_bytes_cached(run: Run) -> None:
+    """Random mixes of pictures that are held and pictures that are not.
+
+    Of the same pictures a forward gives the same bytes; with others beside it a picture's last bits may differ, on some
+    processors, in SGLang itself. So the plain encoder is asked for what is missing alone, as the cache asks SGLang for
+    it, and must give the very bytes; for the whole request it must give the same numbers.
+    """
     cached, plain = run.stack.encoders
-    a, b, c, d = run.new_pictures(4)
-    compared = 0
-    for pictures in ([a, b], [a, b], [b], [c, a], [b, d, c, a], [d], [d, d]):
-        expected, got = await fetch(run, plain.url, pictures), await fetch(run, cached.url, pictures)
-        run.expect(got == expected, f"the bytes of {len(pictures)} pictures differ")
+    pictures = run.new_pictures(14)
+    rng = random.Random(run.seeds.__next__())
+    known: dict[str, bytes] = {}
+    compared = mixed = 0
+    for _ in range(40):
+        wanted = rng.choices(pictures[: 4 + compared // 4096], k=rng.randint(1, 5))
+        missing = [one for one in dict.fromkeys(wanted) if one not in known]
+        if missing:
+            rows = await fetch(run, plain.url, missing)
+            size = len(rows) // len(missing)
+            known.update({one: rows[size * place :][:size] for place, one in enumerate(missing)})
+        mixed += 0 < len(missing) < len(set(wanted))
+        got = await fetch(run, cached.url, wanted)
+        run.expect(got == b"".join(known[one] for one in wanted), f"the bytes of {len(wanted)} pictures differ")
+        run.expect(close(got, await fetch(run, plain.url, wanted)), "the numbers differ from a plain encoder's")
         compared += len(got)
-    run.note = f"{compared} bytes"
+    run.expect(mixed > 3, f"only {mixed} requests had pictures of both kinds")
+    run.note = f"{compared} bytes, {mixed} of 40 requests were partly held"
+
+
+def close(ours: bytes, theirs: bytes) -> bool:
+    """Whether two tensors of float32 are the same but for what a forward of another batch size may do to them."""
+    one, other = array("f", ours), array("f", theirs)
+    return len(one) == len(other) and all(
+        math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-5) for a, b in zip(one, other, strict=True)
+    )
 
 
 @case("what goes with an embedding is the same without fetching the picture", backends=(PLUGIN,))
@@ -265,10 +293,11 @@ async def same_message(run: Run) -> None:
                 reply = await run.client.post(f"{encoder.url}/encode", encode_body(part, wanted, port=receiver.port))
                 run.expect(reply.status == 200, f"{name}: {reply.status} {reply.body[:200]!r}")
                 frames = await asyncio.wait_for(receiver.socket.recv_multipart(), 30.0)
-                messages.append([told(frames[0], part), frames[1]])
+                messages.append((told(frames[0], part), frames[1]))
                 if wanted == [large]:
                     seconds[name].append(reply.seconds)
-            run.expect(messages[0] == messages[1], "the messages to the language server differ")
+            same = messages[0][0] == messages[1][0] and close(messages[0][1], messages[1][1])
+            run.expect(same, "the messages to the language server differ")
     fast, slow = min(seconds["held"]), min(seconds["plain"])
     run.note = f"a picture of 1200 x 1200: {1e3 * slow:.0f} ms as ever, {1e3 * fast:.0f} ms when held"
 
