@@ -9,7 +9,6 @@ With data parallelism the step runs in another process, and replies say nothing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any, Final
@@ -17,8 +16,6 @@ from typing import Any, Final
 from .encoder import ItemCache
 
 __all__ = ["ATTRIBUTE", "CacheHeader", "encode_pipeline"]
-
-_log = logging.getLogger("fullhit_publisher")
 
 ATTRIBUTE: Final = "_fullhit_items"
 """Under this name an encoder has its `ItemCache`."""
@@ -55,13 +52,18 @@ class CacheHeader:
             _note.reset(token)
 
 
-async def encode_pipeline(original: Any, encoder: Any, scheduler: Any, request: Any, **how: Any) -> Any:
-    """Around SGLang's ``execute_encode_pipeline``: writes the note."""
-    request_id = request.get("req_id")
-    content = await original(encoder, scheduler, request, **how)
-    items: ItemCache | None = getattr(encoder, ATTRIBUTE, None)
-    outcome = items.outcome(request_id) if items is not None else None
+async def encode_pipeline(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's ``execute_encode_pipeline(enc, sched, request, ...)``: writes the note."""
+    content = await original(*args, **kwargs)
     note = _note.get()
-    if outcome is not None and note is not None:
-        note.append(outcome)
+    if note is not None:
+        try:
+            encoder = kwargs["enc"] if "enc" in kwargs else args[0]
+            request = kwargs["request"] if "request" in kwargs else args[2]
+            items: ItemCache | None = getattr(encoder, ATTRIBUTE, None)
+            outcome = items.outcome(request["req_id"]) if items is not None else None
+        except (LookupError, TypeError, AttributeError):
+            outcome = None  # another release's: replies say nothing
+        if outcome is not None:
+            note.append(outcome)
     return content
