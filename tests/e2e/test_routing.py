@@ -90,12 +90,13 @@ async def test_every_decision_is_explained_by_log_admin_and_headers(deployment: 
     assert reply.headers["x-request-id"] == "trace-1"
     rows = (await fetch_json(f"{deployment.admin}/decisions?request_id=trace-1"))["decisions"]
     assert len(rows) == 1
-    assert (rows[0]["reason"], rows[0]["outcome"]["code"]) == ("miss", 200)
+    assert (rows[0]["reason"], rows[0]["outcome"]["code"], rows[0]["outcome"]["delivered"]) == ("miss", 200, "miss")
     line = await deployment.log_line(router, "decision", request_id="trace-1")
     assert (line["worker"], line["reason"], line["code"]) == (url, "miss", 200)
     metrics = (await get(f"{deployment.admin}/metrics")).body.decode()
     assert 'fullhit_requests_total{code="200",pool="default",reason="miss"} 1.0' in metrics
     assert f'fullhit_worker_up{{worker="{url}"}} 1.0' in metrics
+    assert f'fullhit_cache_reports_total{{delivered="miss",predicted="miss",worker="{url}"}} 1.0' in metrics
 
 
 async def test_the_curl_command_of_the_readme_shows_a_miss_and_then_a_full_hit(deployment: Any) -> None:
@@ -104,14 +105,15 @@ async def test_the_curl_command_of_the_readme_shows_a_miss_and_then_a_full_hit(d
     _, url = await deployment.start_encoder()
     await deployment.ready(url)
     command = command.replace("http://127.0.0.1:8780", deployment.base)
-    reasons = []
+    reasons, delivered = [], []
     for _ in range(2):
         answer = await asyncio.to_thread(subprocess.run, ["bash", "-c", command], capture_output=True, timeout=60)
         text = answer.stdout.decode()
         assert text.startswith("HTTP/1.1 200"), text
-        reasons.append(re.search(r"(?im)^x-fullhit-reason: (\S+)", text)[1])  # type: ignore[index]
+        reasons += re.findall(r"(?im)^x-fullhit-reason: (\S+)", text)
+        delivered += re.findall(r"(?im)^x-fullhit-cache: (\S+)", text)
         await deployment.converged(url)
-    assert reasons == ["miss", "full_hit"]
+    assert reasons == ["miss", "full_hit"] and delivered == ["miss", "hit"]
 
 
 async def test_stock_encoders_that_publish_nothing_are_predicted(deployment: Any, pictures: list[str]) -> None:
