@@ -30,7 +30,7 @@ from fullhit.dynamo import DynamoPool
 from fullhit.events import EmbeddedNats, EmbeddedNatsError, EventPlane, NatsPlane
 from fullhit.events.linked import LinkedIngest
 from fullhit.events.no_plane import NoPlane
-from fullhit.fleet import Fleet, HealthSupervisor
+from fullhit.fleet import Fleet, HealthSupervisor, StateFile
 from fullhit.http.admin import AdminContext, AdminSettings, build_admin_app, readiness
 from fullhit.rpc import LinePlane, RpcMissing, load_server
 from fullhit.seats import Seat, make_seats
@@ -96,6 +96,8 @@ class Router:
             dynamo={name: build.key_rules(pool.dynamo) for name, pool in config.pool.items() if pool.dynamo},
         )
         self.supervisor = HealthSupervisor(self.fleet, clock=clock)
+        state = config.server.state_file
+        self.state_file = StateFile(state, self.fleet, self.telemetry) if state else None
         self.seats: list[Seat] = make_seats(config, self.pools, self.fleet, self.telemetry, clock, self._refused)
         self.fleet.oldest_inflight = self._oldest_inflight
         self.lag = LoopLag()
@@ -121,6 +123,9 @@ class Router:
                     weight=worker.weight,
                     max_inflight=worker.max_inflight,
                 )
+        if self.state_file is not None:
+            self.state_file.load()
+            await self.state_file.start()
         self.plane = await self._make_plane()
         await self.plane.start()
         self._make_dynamo()
@@ -149,6 +154,7 @@ class Router:
             *((seat.name, seat.close) for seat in self.seats),
             ("grpc", self._rpc.stop if self._rpc is not None else None),
             ("health", self.supervisor.stop),
+            ("state file", self.state_file.close if self.state_file is not None else None),
             *((f"dynamo {name}", dynamo.close) for name, dynamo in self.dynamo.items()),
             ("event plane", self.plane.close if self.plane is not None else None),
             ("nats-server", self.nats.close if self.nats is not None else None),
@@ -309,6 +315,10 @@ class Router:
         for seat in self.seats:
             for name, help, key in seat.gauges:
                 gauge(seat, name, help, key)
+        if (state := self.state_file) is not None:
+            metrics.gauge(
+                "state_file_failing", "1 while the state file cannot be written", lambda: float(bool(state.error))
+            )
         metrics.gauge("event_loop_lag_seconds", "Worst delay of the event loop lately", lambda: self.lag.worst)
         metrics.gauge(
             "connections",

@@ -98,6 +98,8 @@ SETTINGS: tuple[Setting, ...] = (
             "largest request body (default 536870912)"),
     Setting("--drain-timeout", "FULLHIT_DRAIN_TIMEOUT", "server.drain_timeout", "SECONDS",
             "how long SIGTERM waits for requests in flight (default 30)"),
+    Setting("--state-file", "FULLHIT_STATE_FILE", "server.state_file", "FILE",
+            "where workers that registered, or were added by hand, are remembered over a restart (default off)"),
     Setting("--bad-image", "FULLHIT_BAD_IMAGE", "encoder_gateway.bad_image", "ACTION",
             "what to do with an inline image that cannot be decoded: auto, reject, substitute, pass (default auto)"),
     Setting("--loop", "FULLHIT_LOOP", "server.loop", "NAME", "event loop: auto, uvloop, asyncio (default auto)"),

@@ -58,6 +58,8 @@ def check_config(config: Config) -> None:
         raise ConfigError("must be at least server.max_body_bytes", "server.max_buffered_bytes")
     if server.drain_timeout < 0:
         raise ConfigError("must not be negative", "server.drain_timeout")
+    if server.state_file and not Path(server.state_file).absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {Path(server.state_file).absolute().parent}", "server.state_file")
     _check_events(config.events)
     if not config.pool:
         raise ConfigError("at least one pool is needed", "pool")

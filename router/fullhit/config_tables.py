@@ -111,6 +111,7 @@ class ServerConfig(Table):
     keepalive_timeout: float = 75.0
     write_timeout: float = 60.0
     drain_timeout: float = 30.0
+    state_file: str = ""
     loop: str = "auto"
 
 

@@ -157,6 +157,30 @@ async def test_sigterm_finishes_what_runs_and_leaves_nothing_behind(deployment: 
     assert (line["running"], line["cut"]) == (1, 0)
 
 
+async def test_a_killed_router_knows_its_encoders_again_though_they_register_once(
+    deployment: Any, pictures: list[str], tmp_path: Path
+) -> None:
+    state = tmp_path / "workers.json"
+    options = ("--state-file", str(state))
+    router = await deployment.start_router(*options, plane="none")
+    _, url = await deployment.start_encoder(publish=False)
+    await deployment.ready(url, index=False)
+
+    async def remembered() -> bool:
+        return state.exists() and url in state.read_text()
+
+    await deployment.until(remembered)
+    router.process.kill()
+    await asyncio.to_thread(router.process.wait, 60)
+    state.write_text(state.read_text())  # a file of an operator's own making will do
+    again = await deployment.start_router(*options, plane="none", base=deployment.base, admin=deployment.admin)
+    assert (await deployment.log_line(again, "state_file_read"))["workers"] == 1
+    await deployment.ready(url, index=False)
+    async with MockLanguageServer(LanguageServerSettings((deployment.base,)), seed=1) as server:
+        assert (await server.encode(pictures[:1])).reasons == ["miss"]
+    assert "fullhit_state_file_failing 0.0" in (await get(f"{deployment.admin}/metrics")).body.decode()
+
+
 async def test_case_e3_start_is_not_held_up_by_a_silent_encoder_and_ready_means_that_a_probe_was_answered(
     deployment: Any, pictures: list[str]
 ) -> None:

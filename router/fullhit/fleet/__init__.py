@@ -4,6 +4,7 @@ from fullhit.fleet.breaker import Breaker, BreakerSettings, BreakerState
 from fullhit.fleet.health import HealthSupervisor, HttpProber
 from fullhit.fleet.member import Member, Source, State
 from fullhit.fleet.registry import Fleet, PoolView
+from fullhit.fleet.state_file import StateFile
 from fullhit.fleet.types import FleetObserver, FleetSettings, Probe, ProbeResult, Turn, UnknownWorker
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ProbeResult",
     "Source",
     "State",
+    "StateFile",
     "Turn",
     "UnknownWorker",
 ]
