@@ -47,6 +47,26 @@ def test_the_least_loaded_gpu_that_holds_everything_wins_over_idle_workers_and_o
     assert [w.inflight for w in pool.workers()] == [2, 2, 0, 0]
 
 
+def test_decisions_taken_while_a_worker_is_in_doubt_are_counted_unless_they_are_hits_all_the_same():
+    pool = pool_of("cuda", "cuda")
+    for id in ("cuda0", "cuda1"):
+        pool.set_publishing(id, True)
+        pool.apply_delta(id, [K[0] if id == "cuda0" else K[1]], [])
+    pool.select(ask(K[2]))
+    assert pool.blind == 0
+    pool.set_doubtful("cuda1", True)
+    pool.select(ask(K[0]))  # a full hit on the other one
+    pool.select(ask())
+    pool.select(ask(K[1], dry_run=True))
+    pool.select(ask(K[1], exclude=frozenset(["cuda1"])))
+    assert pool.blind == 0
+    pool.select(ask(K[1]))
+    pool.select(ask(K[2]))
+    assert pool.blind == 2
+    pool.set_doubtful("cuda1", False)
+    assert pool.select(ask(K[1])).reason is Reason.FULL_HIT and pool.blind == 2
+
+
 def test_a_cpu_that_holds_everything_wins_over_gpus_that_do_not():
     pool = pool_of("cuda", "cpu")
     pool.apply_delta("cpu1", K[:2], [])

@@ -52,7 +52,7 @@ def test_the_names_that_are_promised_exist(metrics):
     families = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
     promised = """requests request_seconds select_seconds worker_inflight worker_up index_keys index_entries events
         events_rejected event_gaps resyncs digest_mismatch event_lag_seconds hit_mispredictions retries bad_images
-        queue_depth registrations rejected build_info"""
+        queue_depth registrations rejected build_info cache_reports blind_decisions"""
     assert {f"fullhit_{name}" for name in promised.split()} <= families
 
 

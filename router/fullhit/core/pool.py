@@ -31,6 +31,8 @@ class Pool(Roster):
 
     `counters`     events worth counting: `refused_worker_cap`, `refused_pool_cap` (keys not taken), `unknown_worker`
                    (told about a worker that is not here), `refused_worker` (`add_worker` over the cap), `forced_sweep`
+    `blind`        decisions about keys, and no full hits, taken while what some eligible worker holds was in doubt:
+                   with full knowledge they might have been others
     `on_capacity`  called whenever a worker may have become eligible again
     """
 
@@ -45,6 +47,7 @@ class Pool(Roster):
     ) -> None:
         settings = settings if settings is not None else PoolSettings()
         super().__init__(name, settings, policy_class(settings.policy).by_class)
+        self.blind = 0
         self._clock = clock
         self._ids = ids if ids is not None else count(1)
         chance = rng if rng is not None else random.Random()
@@ -113,6 +116,8 @@ class Pool(Roster):
         if request.dry_run:
             look.ticket = None
             return look
+        if not full and keys and self._scene.doubtful & eligible:
+            self.blind += 1
         look.ticket = ticket = Ticket()
         ticket.worker = worker
         ticket._owner = self

@@ -281,6 +281,16 @@ class _Live(Collector):
                 family.add_metric([name, kind], number)
         return family
 
+    def _blind(self) -> Metric:
+        family = CounterMetricFamily(
+            "fullhit_blind_decisions",
+            "Decisions without a full hit while what some worker holds was in doubt",
+            labels=["pool"],
+        )
+        for name, pool in self._pools.items():
+            family.add_metric([name], pool.blind)
+        return family
+
     def collect(self) -> Iterator[Metric]:
         inflight: dict[str, float] = {}
         encoding: dict[str, float] = {}
@@ -300,6 +310,7 @@ class _Live(Collector):
         yield _family("fullhit_worker_up", "1 when the worker gets traffic", "worker", ready)
         yield _family("fullhit_index_keys", "Distinct keys in the index", "pool", keys)
         yield self._pool_counters()
+        yield self._blind()
         yield _family("fullhit_index_entries", "Keys the worker is believed to hold", "worker", entries)
         yield from _read(self._gauges, GaugeMetricFamily)
         yield from _read(self._totals, CounterMetricFamily)
