@@ -68,6 +68,7 @@ async def _play_all(fleet: Fleet, table: _Table) -> None:
     await asyncio.gather(fleet.worker("G"), fleet.worker("C", device="cpu"), fleet.worker("P", role="peer"))
     direct = await fleet.frontend("direct", "Direct")
     fleet.audience = doors = await _doors(fleet, direct)
+    await fleet.hears(*doors)
     await fleet.told(*doors)
     for scenario in SCENARIOS:
         await table.play(scenario, doors)
@@ -257,6 +258,7 @@ async def _histories(fleet: Fleet, table: _Table, doors: tuple[Door, Door, Door]
 
 async def _killed(fleet: Fleet, table: _Table, doors: tuple[Door, Door, Door]) -> None:
     retrying = await fleet.frontend("reference that migrates", migration=3)
+    await fleet.hears(retrying)
     await _publish(fleet, "G", [], [A])
     await _publish(fleet, "C", [], [A])
     await _publish(fleet, "C", [A], [])
