@@ -65,6 +65,13 @@ async def test_a_program_that_does_not_exist_is_a_clear_failure(processes: Super
         processes.run("ghost", ["/no/such/program"])
 
 
+def test_free_ports_are_none_that_the_system_gives_away() -> None:
+    lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = {free_port() for _ in range(50)}
+    assert len(ports) > 40
+    assert not any(lowest <= port <= highest for port in ports)
+
+
 async def test_nats_takes_a_free_port_and_is_there_when_start_returns(processes: Supervisor) -> None:
     child, url = await start_nats(processes)
     host, port = url.removeprefix("nats://").split(":")

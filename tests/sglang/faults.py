@@ -11,9 +11,11 @@ import signal
 import aiohttp
 from PIL import Image
 
+from fullhit.lab.processes import free_port
+
 from .case import Run, case
 from .client import ChatReply, data_uri, encode_body, new_part_id, picture, registration, tokens_of
-from .processes import free_port, until
+from .processes import until
 from .stack import TO_SCHEDULER, TO_TOKENIZER, Server
 
 CONCURRENCY = 6

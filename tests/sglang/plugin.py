@@ -19,11 +19,13 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from fullhit.lab.processes import free_port
+
 from .case import Run, case
 from .client import data_uri, encode_body, new_part_id, picture, tokens_of
 from .environment import Environment, run_step
 from .faults import broken_pictures
-from .processes import free_port, until
+from .processes import until
 from .stack import ENCODER_START, LANGUAGE_START, PLUGIN, TO_SCHEDULER, Server, Stack
 from .traffic import fetch
 

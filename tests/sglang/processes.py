@@ -13,7 +13,6 @@ import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-__all__ = ["Died", "Process", "ProcessGroup", "TimedOut", "free_port", "until"]
+__all__ = ["Died", "Process", "ProcessGroup", "TimedOut", "until"]
 
 PR_SET_PDEATHSIG = 1
 libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -144,13 +143,6 @@ class ProcessGroup:
 def die_with_parent() -> None:
     if libc is not None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def until(

@@ -15,9 +15,11 @@ from typing import Any
 
 import aiohttp
 
+from fullhit.lab.processes import free_port
+
 from .client import Client
 from .environment import Environment, say
-from .processes import Process, ProcessGroup, free_port, until
+from .processes import Process, ProcessGroup, until
 
 __all__ = ["ALIASES", "PLUGIN", "TO_SCHEDULER", "TO_TOKENIZER", "Stack"]
 

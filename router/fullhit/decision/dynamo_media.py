@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
-
-from fullhit.decision.media import MediaError
+from fullhit.decision.media import bounded, load
 from fullhit_publisher import dynamo_keys
 from fullhit_publisher.dynamo_keys import KeyRules, MediaKeys
 from fullhit_publisher.keys import Key, fold
 
 __all__ = ["DynamoMedia", "fold_media", "read_dynamo_media"]
-
-_decode = msgspec.json.Decoder().decode
 
 
 class DynamoMedia(NamedTuple):
@@ -45,9 +41,9 @@ def read_dynamo_media(
 
     Raises `MediaError`, also for more than ``limit`` keys and items.
     """
+    bounded(len(keys) + len(items), limit)
     media = fold_media(_named(rules, items, modality, encode_body, chat_body, session), keys)
-    if media.items > limit:
-        raise MediaError(f"more than {limit} keys and items")
+    bounded(media.items, limit)
     return media
 
 
@@ -75,22 +71,10 @@ def _named(
     if items:
         yield dynamo_keys.from_encode({"mm_items": list(items), "modality": modality}, rules)
     if encode_body is not None:
-        yield dynamo_keys.from_encode(_body(encode_body, "sglang_encode"), rules)
+        yield dynamo_keys.from_encode(load(encode_body, "sglang_encode"), rules)
     if chat_body is not None:
-        body = _body(chat_body, "openai_chat")
+        body = load(chat_body, "openai_chat")
         if "multi_modal_data" in body:  # the front end has been over it
             yield dynamo_keys.from_preprocessed(body, rules)
         else:
             yield dynamo_keys.from_chat(body, rules, scope=session or None)
-
-
-def _body(raw: bytes, name: str) -> dict[str, object]:
-    try:
-        body = _decode(raw)
-    except RecursionError:
-        raise MediaError(f"{name}: JSON is nested too deeply") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MediaError(f"{name}: not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise MediaError(f"{name}: must be an object")
-    return body

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import msgspec
 
 from fullhit.http.encoder.media import MODALITIES, BadBody, parse_encode
+from fullhit.json_limits import MAX_VALUES, too_many_values
 from fullhit_publisher.keys import Key, fold, item_key
 
-__all__ = ["Media", "MediaError", "chat_items", "read_media"]
+__all__ = ["Media", "MediaError", "bounded", "chat_items", "load", "read_media"]
 
 _CHAT_PARTS = {"image_url": "IMAGE", "video_url": "VIDEO", "audio_url": "AUDIO"}
 
@@ -48,7 +49,7 @@ def read_media(
     limit: int = 10_000,
 ) -> Media:
     """Everything a caller named, as one. Raises `MediaError`, also for more than ``limit`` keys and items."""
-    _bounded(len(keys) + len(items), limit)
+    bounded(len(keys) + len(items), limit)
     if modality not in MODALITIES:
         # An unknown one would quietly give keys that nobody holds.
         raise MediaError(f"modality: expected one of {', '.join(MODALITIES)}, got {modality[:80]!r}")
@@ -72,22 +73,31 @@ def read_media(
             unkeyed += 1
         else:
             found[key] = None
-    _bounded(count, limit)
+    bounded(count, limit)
     return Media(tuple(found), count, unkeyed)
 
 
 def chat_items(body: bytes) -> list[tuple[object, str]]:
     """The media items of an OpenAI chat body with their modality. Raises `MediaError`."""
-    try:
-        top = _decode(body)
-    except RecursionError:
-        raise MediaError("openai_chat: JSON is nested too deeply") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MediaError(f"openai_chat: not valid JSON: {error}") from None
-    messages = top.get("messages") if isinstance(top, dict) else None
+    messages = load(body, "openai_chat").get("messages")
     if not isinstance(messages, list):
         raise MediaError("openai_chat.messages: must be a list")
     return list(_parts(messages))
+
+
+def load(body: bytes, name: str) -> dict[str, object]:
+    """The JSON object of a body that the caller knows as ``name``. Raises `MediaError`."""
+    if too_many_values(body):
+        raise MediaError(f"{name}: more than {MAX_VALUES} values")
+    try:
+        top = _decode(body)
+    except RecursionError:
+        raise MediaError(f"{name}: JSON is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MediaError(f"{name}: not valid JSON: {error}") from None
+    if not isinstance(top, dict):
+        raise MediaError(f"{name}: must be an object")
+    return top
 
 
 def _parts(messages: list[object]) -> Iterator[tuple[object, str]]:
@@ -114,6 +124,7 @@ def _named(part: dict[str, object], medium: object) -> object:
     return {"uuid": uuid, "url": medium}
 
 
-def _bounded(count: int, limit: int) -> None:
+def bounded(count: int, limit: int) -> None:
+    """Raises `MediaError` for more than ``limit`` keys and items."""
     if count > limit:
         raise MediaError(f"more than {limit} keys and items")

@@ -19,6 +19,7 @@ import asyncio
 import ctypes
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -199,10 +200,27 @@ class Supervisor:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago: for programs that cannot say which port they took themselves."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A port that was free a moment ago: for programs that cannot say which port they took themselves.
+
+    It lies below those that the system gives to outgoing connections and to listeners on port 0, so that a program
+    which takes seconds to start still finds it free.
+    """
+    for port in [*random.sample(_quiet_ports(), k=64), 0]:
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise ChildFailed(f"no free port on {host}")
+
+
+def _quiet_ports() -> range:
+    try:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest = 32768
+    return range(lowest - 12_000, lowest) if lowest > 16_000 else range(61_000, 65_000)
 
 
 def nats_server_binary() -> str:

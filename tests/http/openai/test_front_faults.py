@@ -37,6 +37,52 @@ async def test_a_worker_that_cannot_be_reached_is_blamed_and_another_one_answers
     await house.at_rest()
 
 
+def in_pieces(answer: bytes, *ends: bytes):
+    """The answer as it is, with a pause after each of the ``ends``."""
+
+    async def say(frontend, request, writer):
+        rest = answer
+        for end in ends:
+            piece, _, rest = rest.partition(end)
+            writer.write(piece + end)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        writer.write(rest)
+        await writer.drain()
+
+    return say
+
+
+@pytest.mark.parametrize(
+    "ends", [(b"chunked\r\n\r\n",), (b"\r\n\r\n", b"\r\n"), (b"data: {",), (b'"code"',), (b"\r\n\r\n", b"data", b"503")]
+)
+async def test_an_error_event_is_understood_wherever_it_is_cut(house, lab, ends):
+    event = lab.error_event(lab.GONE)
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer = b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(event), event)
+    house.frontend.by_worker = {1: in_pieces(answer, *ends)}
+    reply = await house.post(lab.chat(stream=True))
+    assert (reply.status, worker_of(reply)) == (200, TWO)
+    assert house.fleet.bad == [(ONE, "5xx")]
+    await house.at_rest()
+
+
+@pytest.mark.parametrize(("status", "instances", "blamed"), [(503, True, "5xx"), (400, False, "busy")])
+@pytest.mark.parametrize("ends", [(b"\r\n\r\n",), (b'"message"',), (b"\r\n\r\n", b"{", b'"code"')])
+async def test_an_error_body_is_understood_wherever_it_is_cut(house, lab, status, instances, blamed, ends):
+    body = json.dumps({"message": "Invalid request", "code": 400} if status == 400 else lab.GONE).encode()
+    if not instances:
+        house.frontend.instances.discard(1)
+    answer = (
+        b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body
+    )
+    house.frontend.by_worker = {1: in_pieces(answer, *ends)}
+    reply = await house.post(lab.chat())
+    assert (reply.status, worker_of(reply)) == (200, TWO)
+    assert house.fleet.bad == [(ONE, blamed)]
+    await house.at_rest()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_exception_is_blamed_on_a_worker_only_when_another_one_can(house, lab, stream):
     def fails(body):

@@ -16,8 +16,9 @@ from fullhit.http.openai.headers import ROUTING, forwarded_headers
 from fullhit.http.openai.replies import openai_error
 from fullhit.http.openai.settings import FrontSettings
 from fullhit.http.openai.tokens import FirstToken, payload_of
-from fullhit.http.openai.verdict import error_event, instances_in, judge
+from fullhit.http.openai.verdict import error_event, instances_in, judge, settled
 from fullhit.http.wire import Origin, Request
+from fullhit.json_limits import MAX_VALUES
 from fullhit_publisher.dynamo_keys import KeyRules, from_chat, scoped_key, url_key
 from fullhit_publisher.keys import fold
 
@@ -71,7 +72,7 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
         {},
         {"model": 7, "messages": 7},
         {"messages": [None, {"content": 3}, {"content": [None, 1, {"type": []}]}]},
-        {"input": {"content": 1}, "nvext": 3},
+        {"input": {"content": 1}},
         {"nvext": None, "messages": "x"},
     ],
 )
@@ -107,6 +108,25 @@ def test_pins_are_found_however_their_names_are_spelt() -> None:
     assert body == {"model": "m", "nvext": {}}
 
 
+@pytest.mark.parametrize("nvext", [[], [None, None, None, 5], 3, "x", True, [[[]]]])
+def test_an_nvext_that_is_no_object_is_refused_since_a_frontend_reads_lists_by_place(nvext: object) -> None:
+    with pytest.raises(BadBody, match="nvext: must be an object") as caught:
+        read_body(json.dumps({"model": "m", "nvext": nvext}).encode(), "text", RULES)
+    assert caught.value.param == "nvext"
+
+
+def test_bodies_of_too_many_values_are_not_unfolded() -> None:
+    many = b"[]," * (MAX_VALUES // 2)
+    body = read_body(b'{"model":"m","messages":[' + many + b"{}]}", "chat", RULES)
+    assert (body.model, body.media.keys, body.media.unkeyed) == ("m", (), 1)
+    few = read_body(b'{"model":"m","messages":[' + many[: len(many) // 2] + b"{}]}", "chat", RULES)
+    assert few.media.unkeyed == 0
+    wide = b'{"model":"m",' + b'"a":1,' * 1_000_001 + b'"nvext":{"dp_rank":1}}'
+    with pytest.raises(BadBody, match="too many members"):
+        read_body(wide, "text", RULES)
+    assert read_body(wide.replace(b'"dp_rank":1', b'"x":1'), "text", RULES).model == "m"
+
+
 @given(st.dictionaries(st.sampled_from([*sorted(PINS), "annotations", "token_data"]), st.integers(0, 2**64 - 1)))
 def test_no_pin_ever_stays_and_nothing_else_ever_goes(nvext: dict[str, int]) -> None:
     raw = msgspec.json.encode({"model": "m", "nvext": nvext})
@@ -120,6 +140,8 @@ def test_no_pin_ever_stays_and_nothing_else_ever_goes(nvext: dict[str, int]) -> 
                         inner, max_size=4), max_leaves=20))  # fmt: skip
 def test_no_object_upsets_the_reader_and_keys_are_those_of_the_extractor(value: object) -> None:
     tree = value if isinstance(value, dict) else {"messages": value}
+    if not isinstance(tree.get("nvext"), dict | None):
+        del tree["nvext"]  # refused
     for shape in ("chat", "responses", "text"):
         body = read_body(json.dumps(tree).encode(), shape, RULES)  # type: ignore[arg-type]
         if shape == "chat":
@@ -231,6 +253,27 @@ def test_each_answer_means_the_same_by_status_and_by_event(
     assert judge(200, event, sse=False) is None
 
 
+@pytest.mark.parametrize(
+    ("payload", "expected"),
+    [
+        (b"", False),
+        (b"da", False),
+        (b"data: {", False),
+        (b"data: {}\n", True),
+        (b"data: {}\r", True),
+        (b"event: error\ndata: {", False),
+        (b"event: error\r\n\r\n", False),
+        (b": here\n", True),
+        (b": her", False),
+        (b"retry: 1", True),
+        (b"{", True),
+    ],
+)
+def test_a_stream_is_settled_by_its_first_whole_event_wherever_it_is_cut(payload: bytes, expected: bool) -> None:
+    assert settled(200, payload, sse=True) is expected
+    assert settled(503, payload, sse=True) is settled(503, payload, sse=False) is False, "an error body may go on"
+
+
 @given(st.binary(max_size=60), st.sampled_from([200, 400, 404, 500, 503]))
 def test_no_bytes_upset_the_judge(data: bytes, status: int) -> None:
     for payload in (data, b"data:" + data, b'data: {"error":' + data):
@@ -329,7 +372,7 @@ def test_settings_that_cannot_work_are_refused(wrong: dict[str, object]) -> None
     [
         (b'{"nvext":{"dp_rank":1},"model":"m","nvext":{"x":1}}', b'{"nvext":{"x":1},"model":"m"}'),
         (b'{"nvext":[1],"model": "m","nv\\u0065xt":{"x":1}}', b'{"nvext":{"x":1},"model":"m"}'),
-        (b'{"nvext":{"dp_rank":1},"nvext":[0]}', b'{"nvext":[0]}'),
+        (b'{"nvext":{"dp_rank":1},"model":"m","nvext":null}', b'{"nvext":null,"model":"m"}'),
         (b'{"nvext": {"x":1}, "model": "m"}', None),
     ],
 )

@@ -184,3 +184,46 @@ async def test_a_visitor_who_leaves_during_a_peek_ends_the_request_at_the_server
     visitor.reset()
     async with asyncio.timeout(30):
         await ended.wait()
+
+
+@on_both_loops
+async def test_peeking_waits_until_there_is_enough_or_no_more(rig: Rig):
+    peeked: list[bytes] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(HEAD + b"Content-Length: 6\r\n\r\n")
+        for piece in (b"a", b"b", b"c"):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        writer.write(b"def")
+
+    server = await rig.server(script)
+    client = rig.upstream()
+
+    async def handler(request: Request, responder: Responder) -> None:
+        response = await client.send(rig.origin(server), b"GET", b"/", (), timeouts=TIMEOUTS)
+        peeked.append(await response.peek(20, lambda held: b"c" in held))
+        peeked.append(await response.peek(20, lambda held: False))
+        await response.relay(responder)
+
+    await rig.listen(handler)
+    visitor = await rig.connect()
+    visitor.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert (await visitor.reply()).body == b"abcdef"
+    assert peeked[0].startswith(b"abc")
+    assert peeked[1] == b"abcdef", "the end is enough"
+
+
+@on_both_loops
+async def test_a_connection_lost_before_there_was_enough_is_an_error(rig: Rig):
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(HEAD + b"Content-Length: 6\r\n\r\nab")
+        await writer.drain()
+
+    server = await rig.server(script)
+    response = await rig.upstream().send(rig.origin(server), b"GET", b"/", (), timeouts=TIMEOUTS)
+    with pytest.raises(UpstreamError):
+        await response.peek(20, lambda held: b"c" in held)

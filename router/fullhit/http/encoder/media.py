@@ -29,6 +29,7 @@ from typing import Final, cast
 
 import msgspec
 
+from fullhit.json_limits import MAX_VALUES, too_many_values
 from fullhit_publisher.keys import Key, item_key, item_key_from_base, text_key
 
 __all__ = [
@@ -332,6 +333,8 @@ def _media_bytes(text: Text | None) -> int:
 
 
 def _load(body: Body) -> object:
+    if too_many_values(bytes(body) if isinstance(body, memoryview) else body):
+        raise BadBody("body", f"holds more than {MAX_VALUES} values")
     try:
         return _decode(body)
     except RecursionError:

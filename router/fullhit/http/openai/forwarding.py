@@ -14,6 +14,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fullhit.http.wire import (
     HeaderBlock,
     LostAfterSend,
@@ -101,11 +103,11 @@ class Forwarding:
                 self._telemetry.limited(f"up {frontend.url}", "frontend_up", 10.0, "info", frontend=frontend.url)
             return response
 
-    async def peek(self, call: Call, response: UpstreamResponse) -> bytes:
-        """The beginning of the answer's body, or nothing when it takes its time. Raises Broken, and Refusal for a
-        time-out."""
+    async def peek(self, call: Call, response: UpstreamResponse, enough: Callable[[bytes], bool]) -> bytes:
+        """The beginning of the answer's body, until there is ``enough`` of it, or what there is when it takes its time.
+        Raises Broken, and Refusal for a time-out."""
         try:
-            return await response.peek(self._patience)
+            return await response.peek(self._patience, enough)
         except UpstreamTimeout as error:
             raise Refusal(504, "frontend_timeout", f"a Dynamo frontend fell silent: {error}") from error
         except UpstreamError as error:

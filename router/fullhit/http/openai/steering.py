@@ -5,7 +5,7 @@
 
 Slots are taken with the choice and given back exactly once, whatever ends the request. A request is sent again only
 while nothing has reached the client; what each failure allows is said in `verdict` (workers) and in `forwarding`
-(frontends). To judge it, a stream's head waits a while for the first bytes of its body, which the frontend sends with
+(frontends). To judge it, a stream's head waits a while for the first event of its body, which the frontend sends with
 the first token (or a comment, if it sends any); everything is then passed on as it came.
 """
 
@@ -39,7 +39,7 @@ from .headers import steering_lines
 from .replies import Refusal
 from .settings import FrontSettings, FrontTelemetry
 from .tokens import FirstToken, payload_of
-from .verdict import Verdict, judge
+from .verdict import Verdict, judge, settled
 
 __all__ = ["Steering"]
 
@@ -92,7 +92,8 @@ class Steering:
                 return read_body(*arguments)
             return await self._loop.run_in_executor(self._threads, read_body, *arguments)
         except BadBody as error:
-            raise Refusal(400, "invalid_json", str(error)) from None
+            code = "invalid_json" if error.param is None else "invalid_request"
+            raise Refusal(400, code, str(error), param=error.param) from None
 
     async def serve(
         self, request: Request, responder: Responder, headers: HeaderBlock, request_id: bytes, body: Body
@@ -171,8 +172,13 @@ class Steering:
         sse = is_stream(response)
         if response.status < 400 and not sse:
             return None
-        beginning = await self._forwarding.peek(call, response)
-        verdict = judge(response.status, payload_of(beginning, response.head.chunked), sse=sse)
+        status, chunked = response.status, response.head.chunked
+
+        def enough(beginning: bytes) -> bool:
+            return settled(status, payload_of(beginning, chunked), sse=sse)
+
+        beginning = await self._forwarding.peek(call, response, enough)
+        verdict = judge(status, payload_of(beginning, chunked), sse=sse)
         if verdict is not None and verdict.blame == "ask":
             return replace(verdict, blame="pause") if await self._is_unknown(call) else None
         if verdict is not None and verdict.blame == "frontend":

@@ -39,12 +39,13 @@ unknown: then the request was never sent anywhere.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["Verdict", "error_event", "instances_in", "judge"]
+__all__ = ["Verdict", "error_event", "instances_in", "judge", "settled"]
 
 Blame = Literal["now", "suspect", "pause", "ask", "frontend"]
 
@@ -95,6 +96,19 @@ def judge(status: int, payload: bytes, *, sse: bool) -> Verdict | None:
         found = error_event(payload) if sse else None
         return None if found is None else _verdict(*found)
     return _verdict(status, _message(payload))
+
+
+def settled(status: int, payload: bytes, *, sse: bool) -> bool:
+    """Whether more of the body could change what `judge` says: a stream's first event is there, an error body is not
+    before its end. Events and bodies come in pieces of any size."""
+    if len(payload) >= _MAX_EVENT:
+        return True
+    if status >= 400 or not sse:
+        return False
+    *whole, rest = re.split(rb"\r\n|\n|\r", payload)
+    if any(line and not line.startswith(b"event:") for line in whole):
+        return True
+    return not any(rest.startswith(name) or name.startswith(rest) for name in (_DATA, b"event:", b":"))
 
 
 def error_event(payload: bytes) -> tuple[int, str] | None:

@@ -109,23 +109,35 @@ class UpstreamResponse(Feeder):
 
     # --- relayed
 
-    async def peek(self, patience: float | None = None) -> bytes:
+    async def peek(self, patience: float | None = None, enough: Callable[[bytes], bool] | None = None) -> bytes:
         """Wait for the beginning of the body and return what has arrived of it, chunk framing included; empty when
-        there is none, or none within `patience` seconds. It stays where it is, for `read` or `relay`. Raises what ended
-        the connection before it.
+        there is none, or none within `patience` seconds. It stays where it is, for `read` or `relay`.
+
+        `enough` is shown what has arrived; until it is True, more is waited for, as much as is read ahead. Raises what
+        ended the connection before that.
         """
-        if not self._held:
-            timer = None
-            if patience is not None:
-                timer = asyncio.get_running_loop().call_later(patience, self._wake)
-            try:
+        late = False
+
+        def give_up() -> None:
+            nonlocal late
+            late = True
+            self._wake()
+
+        timer = None if patience is None else asyncio.get_running_loop().call_later(patience, give_up)
+        try:
+            while True:
+                held = b"".join(self._held)
+                if (held and (enough is None or enough(held))) or late or self._reading_paused:
+                    return held
+                if self._over:
+                    break
                 await self._until_over(arrival=True)
-            finally:
-                if timer is not None:
-                    timer.cancel()
-        if self._error is not None and not self._held:
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if self._error is not None:
             raise self._error
-        return b"".join(self._held)
+        return held
 
     async def relay(
         self, responder: Responder, extra_headers: Headers = (), on_body: Callable[[bytes], bool] | None = None
