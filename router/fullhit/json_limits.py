@@ -17,8 +17,8 @@ MAX_VALUES: Final = 200_000
 def too_many_values(text: bytes | bytearray, most: int = MAX_VALUES) -> bool:
     """Whether the text may hold more than ``most`` values.
 
-    Each value but the first stands behind a comma, or is the first one within brackets. What stands inside of strings is
-    counted too: only prose of some ten megabytes has so many commas.
+    Each value but the first stands behind a comma, or is the first one within brackets. What stands inside of strings
+    is counted too: only prose of some ten megabytes has so many commas.
     """
     if len(text) <= most:
         return False

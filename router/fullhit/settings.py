@@ -72,6 +72,7 @@ def fleet_settings(config: Config) -> FleetSettings:
         discover=config.events.discover,
         default_pool=config.default_pool,
         max_inflight={name: pool.max_inflight for name, pool in config.pool.items() if pool.max_inflight},
+        leased_pools=frozenset(name for name, pool in config.pool.items() if pool.dynamo is not None),
     )
 
 

@@ -481,6 +481,19 @@ def test_the_log_keeps_the_latest_and_finds_by_id_and_filters():
         log.latest(1, {"colour": "red"})
 
 
+def test_the_log_keeps_a_bounded_number_of_keys():
+    pool = pool_of("cuda")
+    log = DecisionLog(100, max_keys=6)
+    for n in range(1, 4):
+        log.add(pool.select(ask(*K[:n])))
+    assert [d.id for d in log] == [1, 2, 3], "1 + 2 + 3 keys"
+    log.add(pool.select(ask(K[0])))
+    assert [d.id for d in log] == [2, 3, 4]
+    many = tuple(n.to_bytes(16, "big") for n in range(20))
+    log.add(pool.select(ask(*many)))
+    assert [d.id for d in log] == [5], "the latest is always there"
+
+
 # -- settings
 
 

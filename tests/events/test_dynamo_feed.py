@@ -328,6 +328,14 @@ def test_what_waits_for_discovery_is_bounded() -> None:
     desk = Desk(feed=FeedSettings(max_waiting_bytes=1000))
     desk.say(0, [A] * 100)
     assert desk.feed.waiting == 0
+    desk = Desk(feed=FeedSettings(max_waiting_bytes=20_000))
+    for sequence in range(20):
+        desk.say(sequence, [str(n) for n in range(60)])  # 180 bytes each on the wire, some 8,000 as they wait
+    assert desk.feed.waiting == 2
+    desk.add(W)
+    assert desk.feed.waiting == 0
+    desk.say(20, ["x"] * 60, worker=OTHER, publisher=9)
+    assert desk.feed.waiting == 1, "what went in has made room"
 
 
 def test_a_worker_of_ours_with_the_same_number_is_another_worker() -> None:

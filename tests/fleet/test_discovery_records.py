@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -195,6 +197,60 @@ def test_a_tree_that_cannot_be_read_is_an_error_and_changes_nothing(tree: Tree) 
     missing = FileBackend(tree.root / "nowhere")
     with pytest.raises(OSError):
         missing.look()
+
+
+def test_what_is_no_regular_file_is_passed_over(tree: Tree) -> None:
+    tree.put(key(5), instance(5))
+    os.mkfifo(tree.root / key(6))
+    (tree.root / key(7)).symlink_to(tree.root / key(6))
+    (tree.root / key(8)).symlink_to("/dev/zero")
+    (tree.root / key(9)).symlink_to(tree.root / "nowhere")
+    assert list(tree.backend.look()) == [key(5)]
+
+
+def test_a_folder_of_records_that_vanishes_takes_them_along_only_with_their_lease(tree: Tree) -> None:
+    tree.put(key(5), instance(5))
+    tree.put("v1/event_channels/c", channel(1))
+    tree.backend.look()
+    shutil.rmtree(tree.root / "v1")
+    tree.now += 9
+    assert set(tree.backend.look()) == {key(5), "v1/event_channels/c"}
+    tree.now += 2
+    assert tree.backend.look() == {}
+    tree.put(key(6), instance(6))
+    assert list(tree.backend.look()) == [key(6)]
+
+
+async def test_a_tree_that_hangs_is_an_error_and_holds_nobody_up(tmp_path: Path, eventually) -> None:
+    seen: list[dict] = []
+    backend = FileBackend(tmp_path, interval=0.01, slow=0.05)
+    let_go = threading.Event()
+    look = backend.look
+    backend.look = lambda: let_go.wait() and look()  # type: ignore[method-assign, return-value]
+    await backend.start(seen.append)
+    await eventually(lambda: "does not answer" in backend.error)
+    assert seen == []
+    let_go.set()
+    await eventually(lambda: seen and backend.error == "")
+    let_go.clear()
+    await eventually(lambda: "does not answer" in backend.error)
+    await backend.close()
+    (hanging,) = [thread for thread in threading.enumerate() if thread.name == "fullhit-discovery"]
+    assert hanging.daemon, "the end of the process does not wait for it"
+    let_go.set()
+
+
+async def test_the_backend_says_when_a_folder_has_vanished(tmp_path: Path, eventually) -> None:
+    seen: list[dict] = []
+    (tmp_path / "v1/instances").mkdir(parents=True)
+    (tmp_path / key(5)).write_bytes(instance(5))
+    backend = FileBackend(tmp_path, interval=0.01)
+    await backend.start(seen.append)
+    await eventually(lambda: seen and key(5) in seen[-1])
+    shutil.rmtree(tmp_path / "v1")
+    await eventually(lambda: "has vanished" in backend.error)
+    assert key(5) in seen[-1]
+    await backend.close()
 
 
 async def test_the_backend_hands_on_what_it_sees_and_says_what_is_wrong(tmp_path: Path, eventually) -> None:

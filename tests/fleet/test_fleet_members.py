@@ -308,3 +308,21 @@ def test_a_description_is_json_ready(world):
     assert told["state"] == "ready" and told["weight"] == 2.0 and told["source"] == "static"
     assert told["age_seconds"]["answer"] == 5.0 and told["age_seconds"]["success"] is None
     assert told["worker_id"].isdigit() and told["breaker"]["state"] == "closed"
+
+
+def test_workers_are_found_by_number_among_many_and_no_more_once_gone(world):
+    urls = [f"http://127.0.0.1:{port}" for port in range(2000, 2100)]
+    members = [world.fleet.add(url) for url in urls]
+    assert [world.fleet.find(str(member.worker_id)) for member in members] == members
+    world.fleet.remove(urls[0], cause="test")
+    for text in (str(members[0].worker_id), "9" * 5_000):
+        with pytest.raises(UnknownWorker):
+            world.fleet.find(text)
+
+
+def test_a_pool_of_leased_workers_takes_none_by_url(make_world):
+    world = make_world(leased_pools=frozenset({"default"}))
+    with pytest.raises(ValueError, match="come from its discovery, not by URL"):
+        world.fleet.add("http://127.0.0.1:1")
+    assert len(world.fleet) == 0
+    assert world.fleet.add_leased("dynamo:1", pool="default").leased

@@ -133,6 +133,26 @@ async def test_workers_are_excluded_by_name_or_number(house):
         ({"modality": "SMELL"}, "INVALID_ARGUMENT", "invalid_request", "IMAGE, VIDEO, AUDIO"),
         ({"items": [pb.MediaItem(options_json="[")]}, "INVALID_ARGUMENT", "invalid_request", "items[0].options_json"),
         ({"items": [pb.MediaItem(options_json="[" * 9000)]}, "INVALID_ARGUMENT", "invalid_request", "options_json"),
+        (
+            {"items": [pb.MediaItem(options_json='{"a":"' + "x" * 4096 + '"}')]},
+            "INVALID_ARGUMENT",
+            "invalid_request",
+            "4096",
+        ),
+        ({"items": [pb.MediaItem()] * 10_001}, "INVALID_ARGUMENT", "invalid_request", "more than 10000"),
+        ({"exclude": ["1"] * 10_001}, "INVALID_ARGUMENT", "invalid_request", "exclude holds more than 10000"),
+        (
+            {"openai_chat": b'{"messages":[' + b"[]," * 200_000 + b"{}]}"},
+            "INVALID_ARGUMENT",
+            "invalid_request",
+            "values",
+        ),
+        (
+            {"sglang_encode": b'{"mm_items":[' + b"[]," * 200_000 + b"{}]}"},
+            "INVALID_ARGUMENT",
+            "invalid_request",
+            "values",
+        ),
         ({"items": [pb.MediaItem(options_json="7")]}, "INVALID_ARGUMENT", "invalid_request", "options_json"),
         ({"sglang_encode": b"{"}, "INVALID_ARGUMENT", "invalid_request", "sglang_encode.body"),
         ({"sglang_encode": b"{}"}, "INVALID_ARGUMENT", "invalid_request", "sglang_encode.req_id"),
@@ -237,7 +257,10 @@ async def test_workers_are_listed_by_pool(house):
     assert (b.id, b.pool, b.device_class, b.state, b.usable, b.HasField("max_inflight")) == (
         B, "other", "cpu", "seen", False, False,
     )  # fmt: skip
-    assert not (await stub.ListWorkers(pb.ListWorkersRequest(pool="nowhere"))).workers
+    for call in (stub.ListWorkers(pb.ListWorkersRequest(pool="nowhere")),
+                 stub.WatchWorkers(pb.WatchWorkersRequest(pool="nowhere")).read()):  # fmt: skip
+        got = await refused(call)
+        assert got[:2] == (grpc.StatusCode.NOT_FOUND, "unknown_pool") and "the pools are default" in got[2]
 
 
 async def test_a_watcher_gets_the_list_and_then_each_change(house):

@@ -243,3 +243,13 @@ async def test_a_draining_router_chooses_nothing_more_at_either_door_but_takes_s
             assert reply.status == 200
     assert (await stub.Release(pb.ReleaseRequest(lease_id=held.lease_id))).released
     assert house.inflight() == 0
+
+
+async def test_a_burst_of_more_calls_than_the_library_keeps_waiting_is_answered_whole(house, until):
+    house.add_ready(A)
+    stub = house.stub()
+    answers = await asyncio.gather(
+        *(stub.Select(pb.SelectRequest(dry_run=True)) for _ in range(3_000)), return_exceptions=True
+    )
+    failed = [answer for answer in answers if isinstance(answer, BaseException)]
+    assert not failed, f"{len(failed)} of 3000, the first: {failed[0]}"

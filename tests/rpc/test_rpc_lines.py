@@ -217,6 +217,8 @@ async def test_the_loss_of_a_broker_says_nothing_about_a_line(house, encoders, u
         (pb.WorkerMessage(hello=pb.Hello(url=A, pool="nowhere")), "the pools are default"),
         (pb.WorkerMessage(hello=pb.Hello(url=A, weight=-1.0)), "weight"),
         (pb.WorkerMessage(hello=pb.Hello(url=A, max_inflight=0)), "max_inflight"),
+        (pb.WorkerMessage(hello=pb.Hello(url=A, labels={f"l{n}": "x" for n in range(65)})), "at most 64"),
+        (pb.WorkerMessage(hello=pb.Hello(url=A, labels={"l": "x" * 257})), "longer than 256"),
         (None, "first message must be a hello"),
     ],
 )

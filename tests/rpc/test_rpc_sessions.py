@@ -102,6 +102,35 @@ async def test_a_killed_client_holds_nothing(house, until):
     assert house.server.servicer.sessions == 0 and house.service.leases.expired == 0
 
 
+SELF_KILLER = """
+import itertools, os, signal, sys, time, grpc
+from fullhit.rpc.v1 import router_pb2 as pb, router_pb2_grpc
+channel = grpc.insecure_channel(sys.argv[1], options=[("grpc.http2.bdp_probe", 0)])  # little room for answers
+said = 0
+def asks():
+    global said
+    ask = pb.SessionRequest(select=pb.SelectRequest(request_id="x" * 256, dry_run=True))
+    for said in itertools.count():
+        yield ask
+answers = router_pb2_grpc.RouterStub(channel).Session(asks())
+before = -1
+while said != before:  # until nothing moves: the answers, which nobody reads, wait for room
+    before = said
+    time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+async def test_clients_killed_in_the_midst_of_answers_leave_no_stack_trace(house, until, caplog):
+    house.add_ready(A)
+    clients = [await asyncio.create_subprocess_exec(sys.executable, "-c", SELF_KILLER, house.target) for _ in range(4)]
+    async with asyncio.timeout(120):
+        assert {await client.wait() for client in clients} == {-signal.SIGKILL}
+    await until(lambda: house.server.servicer.sessions == 0 and house.inflight() == 0)
+    assert (await house.stub().Select(pb.SelectRequest())).worker.id == A
+    assert not [record for record in caplog.records if record.exc_info or "Traceback" in record.getMessage()]
+
+
 async def test_leases_of_a_session_still_end_at_their_time(house, until):
     house.add_ready(A)
     session = house.stub().Session()

@@ -67,24 +67,27 @@ Filter = Callable[[Decision], bool]
 
 
 class DecisionLog:
-    """The last `capacity` decisions, the oldest dropped first.
+    """The last `capacity` decisions, the oldest dropped first; fewer where they have more than `max_keys` together.
 
     >>> log.latest(20, {"reason": "miss", "worker": "http://127.0.0.1:30001"})    # doctest: +SKIP
 
     One log may serve several pools if they share a counter of ids (`Pool(ids=...)`).
     """
 
-    def __init__(self, capacity: int = 1000) -> None:
+    def __init__(self, capacity: int = 1000, max_keys: int = 1_000_000) -> None:
         if capacity < 1:
             raise ValueError(f"decision log capacity: {capacity} is below 1")
         self.capacity = capacity
+        self.max_keys = max_keys
+        self._keys = 0
         self._ring: OrderedDict[int, Decision] = OrderedDict()
 
     def add(self, decision: Decision) -> None:
         ring = self._ring
         ring[decision.id] = decision
-        if len(ring) > self.capacity:
-            ring.popitem(last=False)
+        self._keys += len(decision.request.keys)
+        while len(ring) > self.capacity or (self._keys > self.max_keys and len(ring) > 1):
+            self._keys -= len(ring.popitem(last=False)[1].request.keys)
 
     def get(self, id: int) -> Decision | None:
         return self._ring.get(id)

@@ -46,12 +46,17 @@ class Lease:
 class Leases:
     """Open leases. Pure but for the clock; call `expire` now and then (`ends_next` says when it is worth while).
 
-    ``seconds``: how long a lease lasts unless it is opened with a time of its own.
+    ``seconds``: how long a lease lasts unless it is opened with a time of its own. ``max_keys`` of all open leases
+    together: a lease keeps what was asked for.
     """
 
-    def __init__(self, seconds: float = 60.0, limit: int = 10_000, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, seconds: float = 60.0, limit: int = 10_000, *, max_keys: int = 1_000_000, clock: Callable[[], float]
+    ) -> None:
         self.seconds = seconds
         self._limit = limit
+        self._max_keys = max_keys
+        self._keys = 0
         self._clock = clock
         self._open: dict[str, Lease] = {}
         self._ends: list[tuple[float, str]] = []
@@ -63,10 +68,9 @@ class Leases:
     def __len__(self) -> int:
         return len(self._open)
 
-    @property
-    def full(self) -> bool:
-        """No further lease can be opened."""
-        return len(self._open) >= self._limit
+    def has_room(self, keys: int) -> bool:
+        """Whether a further lease, on so many keys, can be opened."""
+        return len(self._open) < self._limit and (not self._open or self._keys + keys <= self._max_keys)
 
     @property
     def ends_next(self) -> float | None:
@@ -77,13 +81,14 @@ class Leases:
 
     def open(self, pool: str, decision: Decision, seconds: float | None = None, *, content: Hashable = None) -> Lease:
         """Lend the slot of ``decision``. Raises `TooManyLeases`, and gives the slot back, when the bound is reached."""
-        if self.full:
+        if not self.has_room(len(decision.request.keys)):
             if decision.ticket is not None:
                 decision.ticket.release()
-            raise TooManyLeases(f"{self._limit} leases are open; release finished ones")
+            raise TooManyLeases(f"{len(self._open)} leases are open on {self._keys} keys; release finished ones")
         ends_at = self._clock() + (self.seconds if seconds is None else seconds)
         lease = Lease(self._new_id(), pool, decision, ends_at, content)
         self._open[lease.id] = lease
+        self._keys += len(decision.request.keys)
         if len(self._ends) > 2 * len(self._open) + _SPARE_ENDS:
             self._ends = [(one.ends_at, one.id) for one in self._open.values()]
             heapq.heapify(self._ends)
@@ -131,6 +136,7 @@ class Leases:
         lease = self._open.pop(id, None)
         if lease is None:
             return None
+        self._keys -= len(lease.decision.request.keys)
         self.bind(lease, None)
         name = (lease.pool, lease.decision.request_id)
         if self._of_request.get(name) == id:

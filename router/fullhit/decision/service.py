@@ -144,11 +144,7 @@ class DecisionService:
         if self.leaving and not call.dry_run:
             raise DecisionError("leaving", "the router is being stopped; ask another one", retryable=True)
         name = call.pool or self.settings.default_pool
-        pool = self._pools.get(name)
-        if pool is None:
-            raise DecisionError(
-                "unknown_pool", f"no pool {name[:64]!r}; the pools are {', '.join(sorted(self._pools))}"
-            )
+        pool = self._pool(name)
         seconds = self._lease_seconds(call.lease_seconds)
         request = self._request(call)
         if call.dry_run:
@@ -163,7 +159,7 @@ class DecisionService:
                     leases.bind(known, holder)
                     return Selected(known.decision, known, leases.left(known), repeated=True)
                 leases.release(known.id)  # that worker is gone: the question is open again
-        if leases.full:
+        if not leases.has_room(len(request.keys)):
             raise DecisionError("too_many_leases", "too many leases are open; release finished ones", retryable=True)
         decision = _choose(pool, request)
         try:
@@ -207,14 +203,26 @@ class DecisionService:
     # -- workers
 
     def workers(self, pool: str = "") -> list[WorkerRow]:
-        """The workers (of one pool)."""
+        """The workers (of one pool). Raises `DecisionError` for an unknown one."""
+        if pool:
+            self._pool(pool)
         return worker_rows(self._pools, self.fleet, pool)
 
     def watch(self, pool: str = "") -> WorkerWatch:
-        """Changes among the workers, from now on."""
+        """Changes among the workers (of one pool), from now on. Raises `DecisionError` for an unknown one."""
+        if pool:
+            self._pool(pool)
         return WorkerWatch(self.feed, pool)
 
     # -- within
+
+    def _pool(self, name: str) -> Pool:
+        pool = self._pools.get(name)
+        if pool is None:
+            raise DecisionError(
+                "unknown_pool", f"no pool {name[:64]!r}; the pools are {', '.join(sorted(self._pools))}"
+            )
+        return pool
 
     def _lease_seconds(self, asked: float | None) -> float | None:
         if not asked:
@@ -240,6 +248,8 @@ class DecisionService:
             )
         except MediaError as error:
             raise DecisionError("invalid_request", str(error)) from None
+        if len(call.exclude) > self.settings.max_items:
+            raise DecisionError("invalid_request", f"exclude holds more than {self.settings.max_items} workers")
         exclude = frozenset(filter(None, map(self._excluded, call.exclude))) if call.exclude else frozenset()
         alternatives = media.alternatives if isinstance(media, DynamoMedia) else ()
         return SelectRequest(

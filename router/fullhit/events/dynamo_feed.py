@@ -35,6 +35,8 @@ __all__ = ["DynamoFeed", "FeedSettings", "decode_nats"]
 _LOG_INTERVAL: Final = 10.0
 _MAX_SUBJECTS: Final = 10_000
 _JSON_START: Final = re.compile(rb"\s*\{")
+_KEY_BYTES: Final = 128
+"""A key as an object of its own, with its place in a list."""
 _REPEATS: Final = 2
 """Messages in a row that must name another worker until the publisher is believed to be that one's."""
 
@@ -259,8 +261,7 @@ class DynamoFeed:
         return True
 
     def _wait(self, early: _Early) -> None:
-        size = len(early.data)
-        settings = self._settings
+        settings, size = self._settings, _size(early)
         if len(self._early) >= settings.max_waiting or self._early_bytes + size > settings.max_waiting_bytes:
             self.refuse("unknown_worker", f"worker {early.delta.worker_id}; too much waits already")
             return
@@ -272,5 +273,11 @@ class DynamoFeed:
         now = self._clock()
         while self._early and self._early[0].until <= now:
             early = self._early.popleft()
-            self._early_bytes -= len(early.data)
+            self._early_bytes -= _size(early)
             self.refuse("unknown_worker", f"worker {early.delta.worker_id} is not in discovery")
+
+
+def _size(early: _Early) -> int:
+    """What it costs to keep: its bytes, and its keys as objects."""
+    changes = early.delta.changes
+    return len(early.data) + _KEY_BYTES * (len(changes.added) + len(changes.removed))

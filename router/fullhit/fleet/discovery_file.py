@@ -5,14 +5,17 @@ file counts for as long as its time of modification moves: one that was not touc
 though it is still there. That is measured on our own clock, from one look to the next; the file system's clock, which
 may be another machine's, is believed only at first sight, where it spares us the workers of last week.
 
-Looking is a poll in a thread, because the tree may be on a network file system that hangs; a look that fails changes
-nothing.
+Looking is a poll in a thread of its own, because the tree may be on a network file system that hangs: then the error
+says so, and neither the router nor its end waits for it. Only regular files are read. A look that fails changes
+nothing, and a folder of records that is there no more is a store in trouble until the lease of what it held is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +27,8 @@ __all__ = ["FileBackend"]
 DEFAULT_LEASE = 10.0
 """Seconds; what Dynamo itself takes. Its owners touch their files every third of it."""
 _DEPTH = 8
+_SLOW = 10.0
+"""Seconds after which a look that has not come back is an error."""
 
 
 class FileBackend:
@@ -35,6 +40,7 @@ class FileBackend:
         *,
         interval: float = 0.5,
         lease: float = DEFAULT_LEASE,
+        slow: float = _SLOW,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -43,9 +49,11 @@ class FileBackend:
         self._root = Path(root)
         self._interval = interval
         self._lease = lease
+        self._slow = slow
         self._clock = clock
         self._wall_clock = wall_clock
         self._files: dict[str, _File] = {}
+        self._missing = ""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, on_store: Callable[[Mapping[str, bytes]], None]) -> None:
@@ -62,10 +70,15 @@ class FileBackend:
 
     async def _run(self, on_store: Callable[[Mapping[str, bytes]], None]) -> None:
         while True:
+            looking = _in_thread(self.look)
             try:
-                store = await asyncio.to_thread(self.look)
-                self.error = ""
-                on_store(store)
+                while not (await asyncio.wait({looking}, timeout=self._slow))[0]:
+                    self.error = f"{self._root} does not answer: reading it takes over {self._slow:g} s"
+                on_store(looking.result())
+                self.error = self._missing
+            except asyncio.CancelledError:
+                looking.cancel()
+                raise
             except OSError as error:
                 self.error = f"cannot read {self._root}: {error.strerror or error}"
             self.looks += 1
@@ -76,32 +89,40 @@ class FileBackend:
         changed."""
         os.stat(self._root)
         seen: dict[str, _File] = {}
+        missing = ""
         for prefix in (INSTANCES, CHANNELS):
-            for path, entry in _walk(self._root / prefix.rstrip("/"), prefix, _DEPTH):
+            folder = self._root / prefix.rstrip("/")
+            if not folder.is_dir():
+                kept = {path: file for path, file in self._files.items() if path.startswith(prefix)}
+                if kept:
+                    missing = f"{folder} has vanished"
+                seen.update(kept)
+                continue
+            for path, entry in _walk(folder, prefix, _DEPTH):
                 if len(seen) >= MAX_RECORDS:
                     break
                 try:
-                    stat = entry.stat()
-                    seen[path] = self._file(path, entry.path, stat)
+                    seen[path] = self._file(path, entry.path, entry.stat())
                 except OSError:
-                    continue  # gone between listing and reading
-        self._files = seen
+                    continue  # gone between listing and reading, or nothing that can be read
         now = self._clock()
-        return {path: file.value for path, file in seen.items() if file.value and now - file.moved_at <= self._lease}
+        living = {path: file for path, file in seen.items() if now - file.moved_at <= self._lease}
+        self._files = living if missing else seen
+        self._missing = missing
+        return {path: file.value for path, file in living.items() if file.value}
 
-    def _file(self, path: str, place: str, stat: os.stat_result) -> _File:
-        mark = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    def _file(self, path: str, place: str, status: os.stat_result) -> _File:
+        mark = (status.st_mtime_ns, status.st_size, status.st_ino)
         known = self._files.get(path)
         if known is not None and known.mark == mark:
             return known
         now = self._clock()
         moved_at = now
         if known is None:
-            age = self._wall_clock() - stat.st_mtime
+            age = self._wall_clock() - status.st_mtime
             if age > 0:
                 moved_at = now - age
-        with open(place, "rb") as file:
-            value = file.read(MAX_RECORD_BYTES + 1)
+        value = _read_regular(place)
         if not value and known is not None:
             value = known.value  # emptied to be written anew
         return _File(mark, moved_at, value)
@@ -129,3 +150,39 @@ def _walk(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, os.DirEn
                 yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", depth - 1)
         else:
             yield prefix + entry.name, entry
+
+
+def _read_regular(place: str) -> bytes:
+    """The beginning of a file. Raises OSError for a pipe or a device, the opening of which could wait for ever."""
+    handle = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{place} is no regular file")
+        return file.read(MAX_RECORD_BYTES + 1)
+
+
+def _in_thread(work: Callable[[], dict[str, bytes]]) -> asyncio.Future[dict[str, bytes]]:
+    """Do it in a thread that nobody waits for: those of `asyncio.to_thread` hold up the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[dict[str, bytes]] = loop.create_future()
+
+    def tell(result: dict[str, bytes] | Exception) -> None:
+        if future.done():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def run() -> None:
+        try:
+            result: dict[str, bytes] | Exception = work()
+        except Exception as error:
+            result = error
+        try:
+            loop.call_soon_threadsafe(tell, result)
+        except RuntimeError:
+            pass  # the loop has ended meanwhile
+
+    threading.Thread(target=run, name="fullhit-discovery", daemon=True).start()
+    return future

@@ -13,6 +13,7 @@ A worker gets new requests while it is ready and its breaker does not hold it (s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -21,7 +22,11 @@ from fullhit.core.types import WorkerSpec
 from fullhit.fleet.breaker import Breaker, BreakerState
 from fullhit_publisher.identity import worker_id_for
 
-__all__ = ["Member", "Source", "State"]
+__all__ = ["MAX_LABELS", "MAX_LABEL_CHARS", "Member", "Source", "State", "checked_labels"]
+
+MAX_LABELS = 64
+MAX_LABEL_CHARS = 256
+"""Of a name or a value. Labels are shown wherever a worker is."""
 
 
 class State(StrEnum):
@@ -160,6 +165,16 @@ class Member:
                 "down": _age(now, self.down_since),
             },
         }
+
+
+def checked_labels(labels: Mapping[str, str] | None) -> None:
+    """Raises ValueError for labels that are too many or too long."""
+    if not labels:
+        return
+    if len(labels) > MAX_LABELS:
+        raise ValueError(f"{len(labels)} labels, at most {MAX_LABELS} are taken")
+    if any(len(text) > MAX_LABEL_CHARS for label in labels.items() for text in label):
+        raise ValueError(f"a label is longer than {MAX_LABEL_CHARS} characters")
 
 
 def _age(now: float, at: float | None) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any
 from fullhit.core.pool import Pool
 from fullhit.core.types import WorkerSpec
 from fullhit.fleet.breaker import Breaker, BreakerState
-from fullhit.fleet.member import Member, Source, State
+from fullhit.fleet.member import Member, Source, State, checked_labels
 from fullhit.fleet.types import FleetObserver, FleetSettings, Heartbeat, UnknownWorker
 from fullhit_publisher.identity import normalize_url
 
@@ -48,6 +48,7 @@ class Roster:
         self._observer = observer
         self._rng = rng or random.Random()
         self._members: dict[str, Member] = {}
+        self._numbers: dict[int, Member] = {}
         self._held: dict[str, Member] = {}
         self._usable: dict[str, int] = {}
         self._alive: dict[str, int] = {}
@@ -81,15 +82,15 @@ class Roster:
     def find(self, text: str) -> Member:
         """The worker meant by a URL in any spelling or by its number as decimal text; raises `UnknownWorker`."""
         member = self._members.get(text)
-        if member is None and text.isascii() and text.isdigit():
-            member = next((m for m in self._members.values() if str(m.worker_id) == text), None)
+        if member is None and len(text) <= 20 and text.isascii() and text.isdigit():
+            member = self._numbers.get(int(text))
         if member is None:
             try:
                 member = self._members.get(normalize_url(text))
             except ValueError:
                 pass
         if member is None:
-            raise UnknownWorker(f"no worker {text!r}; GET /workers lists the ids")
+            raise UnknownWorker(f"no worker {text[:200]!r}; GET /workers lists the ids")
         return member
 
     def usable(self, pool: str) -> int:
@@ -110,23 +111,19 @@ class Roster:
         """Add a worker, or return the one that is there already (a repeated registration is harmless) with its device,
         weight, cap and labels changed where given.
 
-        Raises ValueError, with the reason, for a URL that is no http origin, an unknown pool, a worker that sits in
-        another pool, a weight or cap out of range, or a full fleet.
+        Raises ValueError, with the reason, for a URL that is no http origin, an unknown pool, a pool whose workers have
+        none, a worker that sits in another pool, labels, a weight or a cap out of range, or a full fleet.
         """
         id = normalize_url(url)
         pool_name = pool or self.settings.default_pool
-        target = self._pools.get(pool_name)
-        if target is None:
-            raise ValueError(f"unknown pool {pool_name!r}; the pools are {', '.join(sorted(self._pools))}")
-        member = self._members.get(id)
+        if pool_name in self.settings.leased_pools:
+            raise ValueError(f"pool {pool_name!r} has Dynamo workers: they come from its discovery, not by URL")
+        checked_labels(labels)
+        member = self._known(id, pool_name)
         if member is not None:
-            if member.pool != pool_name:
-                raise ValueError(f"worker {id} belongs to pool {member.pool!r}; remove it there first")
             self._restate(member, device, weight, max_inflight, labels)
             self._seen_again(member, source)
             return member
-        if len(self._members) >= self.settings.max_workers:
-            raise ValueError(f"the fleet is full: {self.settings.max_workers} workers")
         spec = WorkerSpec(
             id=id,
             url=id,
@@ -140,18 +137,9 @@ class Roster:
         member.device_given = device is not None
         member.retry_delay = self.settings.first_retry
         member.probe_due = now
-        target.add_worker(spec)  # may refuse: the pool has a limit of its own
-        self._members[id] = member
+        member.answered = not self.settings.probe
+        self._join(member, now)
         self._banned.pop(id, None)
-        if not self.settings.probe:
-            member.answered = True
-        self._tell(
-            "worker_added", worker=id, pool=pool_name, source=str(source), device=spec.device, weight=spec.weight
-        )
-        for callback in self.on_added:
-            callback(pool_name, id)
-        self._settle(member, now)
-        self.wake()
         return member
 
     def discover(self, pool: str, heartbeat: Heartbeat) -> Member | None:
@@ -175,30 +163,17 @@ class Roster:
         It is ready at once and never probed; failures that are reported hold it back for a while like any other.
         Raises ValueError for an unknown pool, a worker of another pool, or a full fleet.
         """
-        target = self._pools.get(pool)
-        if target is None:
-            raise ValueError(f"unknown pool {pool!r}; the pools are {', '.join(sorted(self._pools))}")
-        member = self._members.get(id)
+        member = self._known(id, pool)
         if member is not None:
-            if member.pool != pool:
-                raise ValueError(f"worker {id} belongs to pool {member.pool!r}")
             self._restate(member, device, None, None, labels)
             return member
-        if len(self._members) >= self.settings.max_workers:
-            raise ValueError(f"the fleet is full: {self.settings.max_workers} workers")
         cap = self.settings.max_inflight.get(pool)
         spec = WorkerSpec(id=id, url="", device=device, max_inflight=cap, labels=dict(labels or {}))
         now = self._clock()
         member = Member(spec, pool, Source.LEASED, Breaker(self.settings.breaker, self._rng), now)
         member.device_given = member.answered = True
         member.probe_due = float("inf")
-        target.add_worker(spec)
-        self._members[id] = member
-        self._tell("worker_added", worker=id, pool=pool, source=str(member.source), device=device, weight=spec.weight)
-        for callback in self.on_added:
-            callback(pool, id)
-        self._settle(member, now)
-        self.wake()
+        self._join(member, now)
         return member
 
     def remove_leased(self, id: str, *, cause: str) -> bool:
@@ -235,6 +210,30 @@ class Roster:
         self._set_draining(id, False)
 
     # -- within ------------------------------------------------------------------------------------------------
+
+    def _known(self, id: str, pool: str) -> Member | None:
+        """The worker, if it is there. Raises ValueError where it could not be in this pool."""
+        if pool not in self._pools:
+            raise ValueError(f"unknown pool {pool!r}; the pools are {', '.join(sorted(self._pools))}")
+        member = self._members.get(id)
+        if member is not None and member.pool != pool:
+            raise ValueError(f"worker {id} belongs to pool {member.pool!r}; remove it there first")
+        return member
+
+    def _join(self, member: Member, now: float) -> None:
+        """Take a worker in. Raises ValueError when there is no room for it."""
+        if len(self._members) >= self.settings.max_workers:
+            raise ValueError(f"the fleet is full: {self.settings.max_workers} workers")
+        id, pool, spec = member.id, member.pool, member.spec
+        self._pools[pool].add_worker(spec)  # may refuse: the pool has a limit of its own
+        self._members[id] = self._numbers[member.worker_id] = member
+        self._tell(
+            "worker_added", worker=id, pool=pool, source=str(member.source), device=spec.device, weight=spec.weight
+        )
+        for callback in self.on_added:
+            callback(pool, id)
+        self._settle(member, now)
+        self.wake()
 
     def _settle(self, member: Member, now: float) -> None:
         """Turn facts into what the pool is told. The only place that does."""
@@ -294,6 +293,8 @@ class Roster:
         cut = self._inflight(member)
         member.gone = True
         self._members.pop(member.id, None)
+        if self._numbers.get(member.worker_id) is member:
+            del self._numbers[member.worker_id]
         self._held.pop(member.id, None)
         self._tally(member, alive=False, usable=False)
         self._pools[member.pool].remove_worker(member.id)

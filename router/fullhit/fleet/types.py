@@ -37,7 +37,8 @@ class FleetSettings:
 
     ``misses`` failed probes in a row make a worker unhealthy; ``stuck_after`` without a finished request while some
     are in flight does too. ``forget_after`` drops dead workers that no operator named. ``probe`` False trusts every
-    worker from the start. ``max_inflight``: by pool, the cap of workers that name none.
+    worker from the start. ``max_inflight``: by pool, the cap of workers that name none. ``leased_pools``: whose workers
+    have no URL and come by leases alone.
     """
 
     interval: float = 10.0
@@ -53,6 +54,7 @@ class FleetSettings:
     default_pool: str = "default"
     max_inflight: Mapping[str, int] = field(default_factory=dict)
     max_workers: int = 65_536
+    leased_pools: frozenset[str] = frozenset()
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
 
 

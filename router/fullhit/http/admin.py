@@ -201,6 +201,9 @@ async def _metrics(request: web.Request) -> web.Response:
 async def _workers(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     pool = request.query.get("pool")
+    if pool is not None and pool not in context.pools:
+        known = ", ".join(sorted(context.pools))
+        raise AdminError(404, "unknown_pool", f"no pool {pool[:64]!r}; the pools are {known}")
     return json_reply(describe_workers(context, pool))
 
 

@@ -13,6 +13,7 @@ from fullhit.core.pool import Pool
 from fullhit.decision.leases import Leases
 from fullhit.decision.service import DecisionService, DecisionSettings
 from fullhit.fleet.registry import Fleet
+from fullhit.json_limits import MAX_VALUES, too_many_values
 from fullhit.telemetry.facade import Telemetry
 
 __all__ = ["CONTEXT", "AdminContext", "AdminError", "AdminSettings", "json_reply", "read_json"]
@@ -90,10 +91,14 @@ class AdminError(Exception):
 async def read_json(request: web.Request, type: type[T]) -> T:
     """The body as ``type``; raises `AdminError` naming the field that is wrong."""
     body = await request.read()
+    if too_many_values(body):
+        raise AdminError(400, "invalid_request", f"the body holds more than {MAX_VALUES} values")
     try:
         return msgspec.json.decode(body or b"{}", type=type)
     except msgspec.ValidationError as error:
         raise AdminError(400, "invalid_request", f"{error}") from None
+    except RecursionError:
+        raise AdminError(400, "invalid_json", "the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise AdminError(400, "invalid_json", f"the body is not JSON: {error}") from None
 

@@ -27,13 +27,17 @@ __all__ = [
 
 _REASONS = {str(reason): pb.Reason.Value(f"REASON_{reason.name}") for reason in Reason}
 _MAX_CANDIDATES = 16
+_MAX_OPTIONS = 4_096
+"""Real ones are some ten bytes: ``fps``, ``detail`` and the like. The medium has a field of its own."""
 
 _decode_options = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def select_call(request: pb.SelectRequest) -> SelectCall:
-    """What the caller asks. Raises `DecisionError` for options that are no JSON object."""
+def select_call(request: pb.SelectRequest, max_items: int) -> SelectCall:
+    """What the caller asks. Raises `DecisionError` for too many items, and for options that are no JSON object."""
     body = request.WhichOneof("body")
+    if len(request.items) > max_items:
+        raise DecisionError("invalid_request", f"more than {max_items} keys and items")
     return SelectCall(
         pool=request.pool,
         keys=request.keys,
@@ -52,6 +56,8 @@ def select_call(request: pb.SelectRequest) -> SelectCall:
 def _item(place: int, item: pb.MediaItem) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if item.options_json:
+        if len(item.options_json) > _MAX_OPTIONS:
+            raise DecisionError("invalid_request", f"items[{place}].options_json: over {_MAX_OPTIONS} bytes")
         try:
             fields = _decode_options(item.options_json)
         except (msgspec.DecodeError, RecursionError) as error:

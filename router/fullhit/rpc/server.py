@@ -121,6 +121,9 @@ def _options(settings: RpcSettings) -> list[tuple[str, int]]:
     silence = int(settings.keepalive * 1000)
     return [
         ("grpc.so_reuseport", 0),  # a second router on this port must fail, not share it
+        # Beyond 1,000 calls that came at once the library would break them off; `max_calls` is the limit.
+        ("grpc.server.max_pending_requests", 100_000),
+        ("grpc.server.max_pending_requests_hard_limit", 100_000),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", silence),

@@ -45,6 +45,9 @@ _STATUS = {
     "too_many_watchers": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
+_GONE = grpc.aio.InternalError
+"""What a write to a client that has just died ends in; others end in a cancellation."""
+
 Context = Any
 """`grpc.aio.ServicerContext`; the library ships no types."""
 
@@ -126,10 +129,15 @@ class RouterServicer:
         return explain_reply(record)
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersReply:
-        return pb.ListWorkersReply(workers=map(worker_message, self._service.workers(request.pool)))
+        try:
+            rows = self._service.workers(request.pool)
+        except DecisionError as error:
+            await _refuse(context, error.code, str(error))
+        return pb.ListWorkersReply(workers=map(worker_message, rows))
 
     def _select(self, request: pb.SelectRequest, holder: set[str] | None = None) -> pb.SelectReply:
-        return select_reply(self._service.select(select_call(request), holder), request.candidates)
+        call = select_call(request, self._service.settings.max_items)
+        return select_reply(self._service.select(call, holder), request.candidates)
 
     def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         lease = self._service.release(request.lease_id, request_id=request.request_id, pool=request.pool).lease
@@ -154,6 +162,8 @@ class RouterServicer:
             if not self._leaving.is_set():
                 raise
             await _refuse(context, "leaving", "the router is leaving")
+        except _GONE:
+            pass
         finally:
             self._sessions.discard(task)
             self._service.leases.release_held(held)
@@ -178,9 +188,12 @@ class RouterServicer:
     async def WatchWorkers(self, request: pb.WatchWorkersRequest, context: Context) -> None:
         if self.watchers >= self._settings.max_watchers:
             await _refuse(context, "too_many_watchers", f"{self.watchers} streams watch already")
-        self.watchers += 1
         try:
             watch: WorkerWatch = self._service.watch(request.pool)
+        except DecisionError as error:
+            await _refuse(context, error.code, str(error))
+        self.watchers += 1
+        try:
             await context.write(change_message(watch.news(), initial=True))
             while not self._leaving.is_set():
                 try:
@@ -192,6 +205,8 @@ class RouterServicer:
                 if news.changed or news.gone:
                     await context.write(change_message(news))
             await _refuse(context, "leaving", "the router is leaving")
+        except _GONE:
+            pass
         finally:
             self.watchers -= 1
 
@@ -215,6 +230,8 @@ class RouterServicer:
             await _refuse(context, closed.code, str(closed))
         except DecisionError as error:
             await _refuse(context, error.code, str(error))
+        except _GONE:
+            pass
         finally:
             line.close()
             for task in (listening, asking):

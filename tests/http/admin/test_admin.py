@@ -98,7 +98,8 @@ async def test_workers_are_listed_with_all_that_is_known(desk):
     assert {name: row[name] for name in wanted} == wanted
     assert row["worker_id"].isdigit() and row["breaker"]["state"] == "closed"
     assert row["age_seconds"]["heartbeat"] >= 0 and row["stalled_seconds"] >= 0
-    assert await desk.call("GET", "/workers?pool=nowhere") == (200, [])
+    status, answer = await desk.call("GET", "/workers?pool=nowhere")
+    assert (status, answer["error"]["code"]) == (404, "unknown_pool")
 
 
 async def test_a_worker_is_found_by_url_or_number(desk):

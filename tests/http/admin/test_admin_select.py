@@ -115,6 +115,9 @@ async def test_nobody_to_choose_is_503_with_the_cause(desk):
         ({"items": [URL] * 10_001}, 400, "invalid_request", "more than 10000"),
         ({"dry_run": "yes"}, 400, "invalid_request", "$.dry_run"),
         (b"\x00", 400, "invalid_json", "not JSON"),
+        (b'{"items":' + b"[" * 5_000 + b"]" * 5_000 + b"}", 400, "invalid_json", "nested too deeply"),
+        (b'{"openai_chat":' + b'{"a":' * 5_000 + b"1" + b"}" * 5_001, 400, "invalid_json", "nested too deeply"),
+        (b'{"items":[' + b"[]," * 200_000 + b"1]}", 400, "invalid_request", "more than 200000 values"),
     ],
 )
 async def test_a_senseless_question_gets_a_clear_answer(desk, body, status, code, message):

@@ -50,6 +50,30 @@ def test_over_the_bound_the_slot_is_given_back():
     assert bank.worker.inflight == 1
 
 
+def test_all_leases_together_keep_a_bounded_number_of_keys():
+    bank = Bank()
+    bank.leases = Leases(10.0, 100, max_keys=10, clock=lambda: bank.now)
+
+    def open_on(keys: int) -> str:
+        request = SelectRequest(tuple(n.to_bytes(16, "big") for n in range(keys)), keys)
+        return bank.leases.open("default", bank.pool.select(request)).id
+
+    big = open_on(20)  # alone it may be as large as a request may
+    with pytest.raises(TooManyLeases, match="1 leases are open on 20 keys"):
+        open_on(1)
+    bank.leases.release(big)
+    first = open_on(6)
+    open_on(4)
+    with pytest.raises(TooManyLeases):
+        open_on(1)
+    bank.leases.release(first)
+    open_on(6)
+    bank.now = 10
+    bank.leases.expire()
+    open_on(10)
+    assert bank.worker.inflight == 1
+
+
 @given(st.lists(st.tuples(st.sampled_from(["open", "release", "expire"]), st.floats(0, 8)), max_size=60))
 def test_slots_in_use_are_the_open_leases(steps):
     bank, ids = Bank(limit=8), []
