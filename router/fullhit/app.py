@@ -85,6 +85,7 @@ class Router:
         self.ingest.promised = self.telemetry.promised
         self.fleet.on_added.append(self.ingest.worker_added)
         self.fleet.on_returned.append(self.ingest.worker_returned)
+        self.fleet.on_contradiction.append(self.ingest.worker_contradicts)
         self.fleet.on_removed.append(self.ingest.worker_removed)
         self.fleet.on_removed.append(self.telemetry.worker_removed)
         self.service = DecisionService(

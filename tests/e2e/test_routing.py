@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from fullhit.lab.language_server import LanguageServerSettings, MockLanguageServer
@@ -23,6 +24,11 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 def aliases(base: str, count: int = 5) -> tuple[str, ...]:
     return tuple(f"{base}/v{index}" for index in range(count))
+
+
+async def set_faults(url: str, **faults: object) -> None:
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/mock/faults", json=faults) as reply:
+        assert reply.status == 200, await reply.text()
 
 
 @pytest.mark.parametrize("backend", ["zmq_to_scheduler", "zmq_to_tokenizer", "mooncake"])
@@ -114,6 +120,31 @@ async def test_the_curl_command_of_the_readme_shows_a_miss_and_then_a_full_hit(d
         delivered += re.findall(r"(?im)^x-fullhit-cache: (\S+)", text)
         await deployment.converged(url)
     assert reasons == ["miss", "full_hit"] and delivered == ["miss", "hit"]
+
+
+async def test_an_encoder_that_has_not_what_it_publishes_is_found_out(deployment: Any, pictures: list[str]) -> None:
+    router = await deployment.start_router()
+    _, url = await deployment.start_encoder()
+    await deployment.ready(url)
+    settings = LanguageServerSettings(aliases(deployment.base))
+    async with MockLanguageServer(settings, seed=1) as server:
+        await server.encode(pictures[:8])
+        await deployment.converged(url)
+        await set_faults(url, forgetful=True)
+        reasons: list[str] = []
+        while "partial_hit" not in reasons:
+            reasons += (await server.encode(pictures[:8])).reasons
+        assert 8 <= reasons.count("full_hit") <= 24, "believed at first"
+        line = await deployment.log_line(router, "worker_contradicts", worker=url)
+        assert line["doubted_seconds"] == 10.0 and (await deployment.worker(url))["doubtful"]
+        await set_faults(url)
+
+        async def trusted() -> bool:
+            return not (await deployment.worker(url))["doubtful"]
+
+        await deployment.until(trusted)
+        assert set((await server.encode(pictures[:8])).reasons) == {"full_hit"}
+    await deployment.idle()
 
 
 async def test_stock_encoders_that_publish_nothing_are_predicted(deployment: Any, pictures: list[str]) -> None:

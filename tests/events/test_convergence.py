@@ -207,6 +207,10 @@ class LossyWorld(RuleBasedStateMachine):
         self.now += seconds
         self.tick()
 
+    @rule(seconds=st.sampled_from((0.5, 10.0, 60.0)))
+    def cache_contradicts(self, seconds: float) -> None:
+        self.ingest.worker_contradicts("default", URL, seconds)
+
     @rule()
     def slice(self) -> None:
         self.ingest.run_slices()

@@ -590,3 +590,62 @@ def test_the_repr_of_a_stream_tells_its_state(desk: object, make_desk: Callable[
     desk = make_desk()
     gap(desk)
     assert repr(desk.stream()) == "<WorkerStream doubtful applied=1 head=3 doubts=gap kept=1 resync=gap/out/1>"
+
+
+# A cache that has not what is published.
+
+URL = "http://encoder-1.invalid:30002"
+
+
+def test_a_worker_whose_cache_contradicts_is_asked_and_doubted_for_a_while_whatever_it_says(desk):
+    desk.ingest.plane_up()
+    desk.go_live(A)
+    desk.ingest.worker_contradicts("default", URL, 20.0)
+    assert desk.state() == "doubtful" and not desk.full_hit(A)
+    desk.hear(desk.beat(1, [A]))
+    assert desk.state() == "doubtful", "that it believes so is no news"
+    [request] = desk.wait(0.2)
+    desk.receive(*desk.parts(request, [A], 1))
+    assert desk.state() == "doubtful" and desk.held(ALL) == {A}
+    for _ in range(19):
+        desk.hear(desk.beat(1, [A]))
+        assert desk.wait(1) == [], "asked once"
+    assert desk.state() == "doubtful"
+    desk.hear(desk.delta(2, [B]), desk.beat(2, [A, B]))
+    desk.wait(1)
+    assert desk.state() == "live" and desk.full_hit(A, B)
+
+
+def test_the_doubt_of_a_contradiction_lasts_until_the_snapshot_has_come(desk):
+    desk.ingest.plane_up()
+    desk.go_live(A)
+    desk.ingest.worker_contradicts("default", URL, 1.0)
+    [request] = desk.wait(0.2)
+    for _ in range(3):
+        desk.hear(desk.beat(1, [A]))
+        desk.wait(1)
+    assert desk.state() == "doubtful"
+    desk.receive(*desk.parts(request, [B], 1))
+    assert desk.state() == "live" and desk.held(ALL) == {B}
+
+
+def test_a_contradiction_ends_with_its_incarnation(desk):
+    desk.ingest.plane_up()
+    desk.go_live(A)
+    desk.ingest.worker_contradicts("default", URL, 600.0)
+    desk.hear(desk.delta(1, [B], epoch=2_000_000))
+    assert desk.state() == "live" and desk.held(ALL) == {B}
+
+
+def test_a_hole_behind_a_contradiction_is_a_doubt_of_its_own(desk):
+    desk.ingest.plane_up()
+    desk.go_live(A)
+    desk.ingest.worker_contradicts("default", URL, 2.0)
+    [request] = desk.wait(0.2)
+    desk.hear(desk.delta(3, [C]))
+    desk.receive(*desk.parts(request, [A], 1))
+    desk.hear(desk.beat(3, [A, B, C]))
+    requests = desk.wait(4)
+    assert len(requests) == 1 and desk.state() == "doubtful", "the hold is over, the hole is not"
+    desk.receive(*desk.parts(requests[0], [A, B, C], 3))
+    assert desk.state() == "live" and desk.full_hit(A, B, C)

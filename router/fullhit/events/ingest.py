@@ -241,6 +241,12 @@ class Ingest:
         if lane is not None:
             self._carry_out(lane, lane.stream.loss("registered_again", self._clock()))
 
+    def worker_contradicts(self, pool: str, worker_id: str, seconds: float) -> None:
+        """Its cache was found not to have what it publishes: in doubt for so long, and until it was asked."""
+        lane = self._lanes.get((pool, worker_id_for(worker_id)))
+        if lane is not None:
+            self._carry_out(lane, lane.stream.contradicted(seconds, self._clock()))
+
     def plane_lost(self) -> None:
         """No broker any more. Entries stay trusted for ``plane_grace``."""
         if not self._plane_up:

@@ -27,6 +27,8 @@ Theory of operation
     two things speak for such a loss. It adds keys that it ought to hold already and for which it was just sent a
     request as for a full hit: that was encoded after all. Or it has not been heard for very long. Several such
     publishers of one worker count apart.
+8.  A worker whose cache is found, again and again, not to have what it publishes is asked for a snapshot and doubted
+    for a while whatever it answers: digest and snapshot only say what it *believes* to hold.
 """
 
 from __future__ import annotations
@@ -118,6 +120,7 @@ class WorkerStream:
         self._contradictions = 0
         self._contradicted_at = -math.inf
         self._below_head = 0  # heartbeats that denied the head
+        self._held_until = -math.inf  # rule 8
 
     def __repr__(self) -> str:
         wish = self._resync
@@ -286,6 +289,14 @@ class WorkerStream:
         self._step(Input.LOSS, cause)
         return self._finish()
 
+    def contradicted(self, seconds: float, now: float) -> list[Effect]:
+        """What the worker publishes was found not to be in its cache; doubt it for so long (rule 8)."""
+        self._begin(now)
+        if self.answers:
+            self._held_until = max(self._held_until, now + seconds)
+        self._step(Input.LOSS, "contradiction")
+        return self._finish()
+
     def plane_down(self, now: float) -> list[Effect]:
         """The event plane was lost. Answers on their way are lost with it."""
         self._begin(now)
@@ -347,6 +358,9 @@ class WorkerStream:
                 self._step(Input.LOSS, "age")
             if self.doubts and now - self._doubtful_since >= self._settings.doubt_ttl:
                 self._step(Input.AGED)
+        elif now >= self._hold_ends:
+            self.doubts.discard("contradiction")
+            self._settle()
         return self._finish()
 
     def poll(self, now: float) -> int | None:
@@ -383,9 +397,17 @@ class WorkerStream:
                 times.append(self._last_heard + self._settings.silent_ttl)
             if self.doubts:
                 times.append(self._doubtful_since + self._settings.doubt_ttl)
+        else:
+            times.append(self._hold_ends)
         return min(times)
 
     # Judgements.
+
+    @property
+    def _hold_ends(self) -> float:
+        """When the doubt of rule 8 is over; not while the snapshot that it wished for has not come."""
+        held = "contradiction" in self.doubts and self.answers and self._resync is None
+        return self._held_until if held else math.inf
 
     def _doubt_head(self, seq: int) -> None:
         """The publisher says, again and again and truly otherwise, that ``seq`` is its last delta: a later one that was
@@ -525,7 +547,7 @@ class WorkerStream:
         self.verified = True
 
     def _confirm(self) -> None:
-        self.doubts &= {"gap"}
+        self.doubts &= {"gap", "contradiction"}
         self.verified = True
         self._fruitless = 0
         self._not_before = 0.0
@@ -550,7 +572,7 @@ class WorkerStream:
         self._note("debug", "snapshot_taken", cause=wish.cause, keys=wish.keys, seq=wish.seq)
         self.applied = wish.seq
         self.head = max(self.head, wish.seq)
-        self.doubts.clear()
+        self.doubts = {"contradiction"} if self._now < self._held_until else set()
         self.verified = False
         self._verify_by = math.inf
         self._fruitless += 1
@@ -573,6 +595,7 @@ class WorkerStream:
         self.head = 0
         self._apart.clear()
         self._contradictions = 0
+        self._held_until = -math.inf
         self.verified = False
         self.doubts.clear()
         self._verify_by = math.inf
@@ -624,6 +647,8 @@ class WorkerStream:
                 if self._resync is not None:
                     self._end_resync("healed")
                 self._step(Input.WHOLE)
+            elif self.state is State.LIVE:
+                self._step(Input.HELD)
         if not self.outstanding:
             for seq in [seq for seq in self._kept if seq <= applied]:
                 self._kept_keys -= self._kept.pop(seq).changes.size

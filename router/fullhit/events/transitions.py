@@ -48,6 +48,7 @@ class Input(StrEnum):
     WHOLE = "no doubt is left"
     HOLE = "a delta is still missing"
     LOSS = "something may have been lost"
+    HELD = "a doubt outlasts the snapshot"
     PART = "part of the snapshot asked for"
     FULL = "last part of the snapshot"
     BROKEN = "snapshot failed, old entries remain"
@@ -115,6 +116,7 @@ TRANSITIONS: Final = MappingProxyType(
             _I.BEHIND: Step(_S.DOUBTFUL, (_A.DOUBT,)),
             _I.HOLE: Step(_S.DOUBTFUL, (_A.DOUBT,)),
             _I.LOSS: Step(_S.DOUBTFUL, (_A.DOUBT,)),
+            _I.HELD: Step(_S.DOUBTFUL),
         },
         _S.DOUBTFUL: {
             **_EVERYWHERE,

@@ -20,6 +20,7 @@ from typing import Any
 
 from fullhit.core.types import WorkerSpec
 from fullhit.fleet.breaker import Breaker, BreakerState
+from fullhit.fleet.promises import Promises, PromiseSettings
 from fullhit_publisher.identity import worker_id_for
 
 __all__ = ["MAX_LABELS", "MAX_LABEL_CHARS", "Member", "Source", "State", "checked_labels"]
@@ -98,6 +99,7 @@ class Member:
     """Counted as living: it answered once and is not down."""
     usable: bool = False
     """Counted as one that may be chosen: alive, not held by its breaker, not draining."""
+    promises: Promises = field(default_factory=lambda: Promises(PromiseSettings()))
     shown: State = State.SEEN
     """The state last announced."""
 

@@ -88,6 +88,17 @@ class Fleet(Roster):
         self._settle(member, now)
         self.wake()
 
+    def report_promise(self, worker_id: str, kept: bool) -> None:
+        """A request was sent there as a full hit, and the worker has told whether its cache had all of it."""
+        member = self._members.get(worker_id)
+        if member is None:
+            return
+        hold = member.promises.report(kept)
+        if hold:
+            self._tell("worker_contradicts", "warning", worker=worker_id, pool=member.pool, doubted_seconds=hold)
+            for callback in self.on_contradiction:
+                callback(member.pool, worker_id, hold)
+
     def register_url(self, url: str) -> None:
         """An encoder announces itself. Raises ValueError with the reason."""
         self.add(url, source=Source.REGISTERED)
@@ -277,6 +288,7 @@ class PoolView:
         self.pool = pool
         self.report_success = fleet.report_success
         self.report_failure = fleet.report_failure
+        self.report_promise = fleet.report_promise
 
     def register_url(self, url: str) -> None:
         """An encoder announces itself. Raises ValueError with the reason."""

@@ -64,6 +64,8 @@ class Roster:
         """Called with (pool, worker id) when a known worker registered again: doubt its events until it speaks."""
         self.on_removed: list[Callable[[str, str], None]] = []
         """Called with (pool, worker id) after a worker left and its entries went out of the index."""
+        self.on_contradiction: list[Callable[[str, str, float], None]] = []
+        """Called with (pool, worker id, seconds) when what a worker publishes is not what its cache has."""
         self.wake: Callable[[], None] = lambda: None
         """Called when the next `tick` should come earlier than the last one asked for."""
 

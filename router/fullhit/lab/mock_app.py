@@ -49,6 +49,7 @@ class Faults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ``fail_rate``: share of ``/encode`` answered with ``status`` (a 500 also pushes an error part, as SGLang's does;
     any other status pushes nothing). ``crash_after``: kill -9 of itself when that many ``/encode`` bodies have come
     in. ``slow_health``: seconds before ``/health`` answers. ``garbage``: ``/encode`` gets bytes that are no HTTP.
+    ``forgetful``: pictures are encoded anew though they are in the cache, as if it did not hold what is published.
     """
 
     fail_rate: float = 0.0
@@ -56,6 +57,7 @@ class Faults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     crash_after: int = 0
     slow_health: float = 0.0
     garbage: bool = False
+    forgetful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class MockEncoder:
         self.device = device
         self.settings = settings
         self.faults = settings.faults
+        device.forgetful = settings.faults.forgetful
         self.inflight = 0
         self.on_inflight: Callable[[int], None] = lambda _: None
         self.counts = {"requests": 0, "failed": 0, "pushed_parts": 0, "pushed_bytes": 0, "error_parts": 0}
@@ -375,6 +378,7 @@ class MockEncoder:
             self.faults = msgspec.convert(await _json_object(request), Faults)
         except msgspec.ValidationError as problem:
             raise _Refused(400, str(problem)) from None
+        self.device.forgetful = self.faults.forgetful
         return web.json_response(msgspec.to_builtins(self.faults))
 
     def _answer(

@@ -74,6 +74,8 @@ class MockDevice:
         self.cache = cache
         self.settings = settings
         self.stats = DeviceStats()
+        self.forgetful = False
+        """Encode anew what the cache holds."""
         self._lock = asyncio.Lock()
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="mock-loader")
         self._session: aiohttp.ClientSession | None = None
@@ -107,7 +109,7 @@ class MockDevice:
             await self._session.close()
 
     def _cached(self, key: str) -> bytes | None:
-        embedding = self.cache.get(key) if key in self.cache else None
+        embedding = self.cache.get(key) if key in self.cache and not self.forgetful else None
         if embedding is not None:
             self.stats.hits += 1
         return embedding

@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     faults.add_argument("--crash-after", type=int, default=0, metavar="N", help="kill -9 of itself at the Nth /encode")
     faults.add_argument("--slow-health", type=float, default=0.0, metavar="SECONDS", help="delay of /health")
     faults.add_argument("--garbage", action="store_true", help="answer /encode with bytes that are no HTTP")
+    faults.add_argument("--forgetful", action="store_true", help="encode anew what the cache holds")
     faults.add_argument("--registration-404", action="store_true", help="404 after 5 s, as an encoder with --dp-size")
     faults.add_argument("--hold", type=float, default=180.0, help="seconds an early registration is held")
     faults.add_argument("--send-timeout", type=float, default=180.0, help="seconds to wait for destinations")
@@ -158,6 +159,7 @@ def _settings(args: argparse.Namespace) -> EncoderSettings:
         crash_after=args.crash_after,
         slow_health=args.slow_health,
         garbage=args.garbage,
+        forgetful=args.forgetful,
     )
     return EncoderSettings(
         backend=args.encoder_transfer_backend,

@@ -340,12 +340,16 @@ class RecordingFleet:
         self.pool = pool
         self.successes: Counter[str] = Counter()
         self.failures: Counter[tuple[str, str]] = Counter()
+        self.promises: list[tuple[str, bool]] = []
 
     def report_success(self, worker_id: str) -> None:
         self.successes[worker_id] += 1
 
     def report_failure(self, worker_id: str, kind: str) -> None:
         self.failures[(worker_id, kind)] += 1
+
+    def report_promise(self, worker_id: str, kept: bool) -> None:
+        self.promises.append((worker_id, kept))
 
     def register_url(self, url: str) -> None:
         self.add(normalize_url(url))

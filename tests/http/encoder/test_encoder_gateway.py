@@ -889,6 +889,7 @@ async def test_what_an_encoder_says_of_its_cache_is_held_against_the_choice(
     reports = {name: number for name, number in counters.items() if name.startswith("cache_reports")}
     assert reports == ({f"cache_reports:{encoder.url}:full_hit:{delivered}": 1} if delivered else {})
     assert house.telemetry.decisions[-1][1].get("delivered", "") == delivered
+    assert house.fleet.promises == ([(encoder.url, delivered == "hit")] if delivered else [])
     await house.at_rest()
 
 

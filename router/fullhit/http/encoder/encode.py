@@ -320,8 +320,10 @@ class EncodeRoute:
         self._telemetry.count(
             "cache_reports", worker=call.part.worker, predicted=str(decision.reason), delivered=delivered
         )
-        if decision.reason is Reason.FULL_HIT and delivered != "hit":
-            self._telemetry.count("hit_mispredictions")
+        if decision.reason is Reason.FULL_HIT:
+            if delivered != "hit":
+                self._telemetry.count("hit_mispredictions")
+            self._fleet.report_promise(call.part.worker, delivered == "hit")
 
     def _pass_on(self, call: Call, answer: Answer) -> None:
         worker, reason = call.part.worker, str(call.decision.reason) if call.decision is not None else ""

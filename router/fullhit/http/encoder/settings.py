@@ -93,6 +93,9 @@ class FleetView(Protocol):
     def report_failure(self, worker_id: str, kind: str) -> None:
         """``kind``: connect, reset, timeout, 5xx, garbage, or busy for a 503. Never for a caller's fault."""
 
+    def report_promise(self, worker_id: str, kept: bool) -> None:
+        """It was chosen as one that holds everything; ``kept``: its cache had everything, as it says itself."""
+
     def register_url(self, url: str) -> None:
         """Raises ValueError with the reason."""
 
