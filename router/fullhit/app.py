@@ -333,6 +333,10 @@ class Router:
         )
         metrics.gauge("event_plane_up", "1 while the event plane is connected",
                       lambda: float(self.plane is not None and self.plane.status().connected))  # fmt: skip
+        metrics.gauge("snapshots_outstanding", "Snapshots asked of workers and not yet complete",
+                      lambda: float(self.ingest.snapshots_outstanding))  # fmt: skip
+        metrics.gauge("snapshots_waiting", "Workers to be asked as soon as fewer are outstanding",
+                      lambda: float(self.ingest.snapshots_waiting))  # fmt: skip
 
 
 def serve(config: Config) -> int:

@@ -198,7 +198,8 @@ def _check_events(events: EventsConfig) -> None:
                 "events.plane",
             )
     _positive(events, "events", ("plane_grace", "doubt_ttl", "max_message_bytes", "max_key_chars",
-                                 "max_buffered_deltas"))  # fmt: skip
+                                 "max_buffered_deltas", "max_buffered_keys", "max_backlog_bytes",
+                                 "max_snapshots"))  # fmt: skip
 
 
 def _check_dynamo(dynamo: DynamoConfig, key: str, plane: str) -> None:

@@ -125,6 +125,9 @@ class EventsConfig(Table):
     max_message_bytes: int = 16 * MIB
     max_key_chars: int = 1024
     max_buffered_deltas: int = 10_000
+    max_buffered_keys: int = 500_000
+    max_backlog_bytes: int = 256 * MIB
+    max_snapshots: int = 8
     discover: bool = True
 
 

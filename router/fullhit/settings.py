@@ -86,9 +86,13 @@ def ingest_settings(config: Config) -> IngestSettings:
             plane_grace=events.plane_grace,
             doubt_ttl=events.doubt_ttl,
             max_buffered_deltas=events.max_buffered_deltas,
+            max_buffered_keys=events.max_buffered_keys,
             max_keys=most,
         ),
         limits=Limits(max_message_bytes=events.max_message_bytes, max_key_chars=events.max_key_chars),
+        max_snapshots=events.max_snapshots,
+        max_lane_bytes=max(1, events.max_backlog_bytes // 4),
+        max_backlog_bytes=events.max_backlog_bytes,
     )
 
 

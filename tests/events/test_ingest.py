@@ -311,6 +311,7 @@ def test_snapshot_requests_outstanding_are_bounded_over_all_workers(make_desk):
         desk.add(url)
     asked = desk.wait(1)
     assert len(asked) == 2
+    assert (desk.ingest.snapshots_outstanding, desk.ingest.snapshots_waiting) == (2, 3)
     answered = next(url for url in urls if worker_id_for(url) == asked[0].worker_id)
     desk.receive(*desk.parts(asked[0], [A], 1))
     assert desk.state(answered) == "live"

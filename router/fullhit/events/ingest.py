@@ -326,7 +326,7 @@ class Ingest:
         if now < self._deadline:
             return []
         requests: list[OutgoingRequest] = []
-        outstanding = sum(lane.stream.outstanding for lane in self._lanes.values())
+        outstanding = self.snapshots_outstanding
         self._deadline = math.inf
         wishes: list[tuple[float, Lane]] = []
         for lane in list(self._lanes.values()):
@@ -350,6 +350,17 @@ class Ingest:
         return requests
 
     # State.
+
+    @property
+    def snapshots_outstanding(self) -> int:
+        """Snapshots asked for and not yet here."""
+        return sum(lane.stream.outstanding for lane in self._lanes.values())
+
+    @property
+    def snapshots_waiting(self) -> int:
+        """Workers to be asked for one as soon as fewer are outstanding."""
+        now = self._clock()
+        return sum(now >= lane.stream.request_due for lane in self._lanes.values())
 
     def status(self) -> list[StreamStatus]:
         """One row a worker."""
