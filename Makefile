@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: venv demo test lint bench proto sglang clean help
+.PHONY: venv demo test lint fuzz bench proto sglang conformance clean help
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -26,6 +26,9 @@ lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fuzz: $(STAMP)  ## damaged input for every parser, 20,000 cases each (make test has 100)
+	$(BIN)/python -m pytest --hypothesis-profile=fuzz tests/fuzz $(ARGS)
 
 bench: $(STAMP)  ## one table: figure, budget, ratio
 	$(BIN)/fullhit bench $(ARGS)
