@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullhit.http import skeleton
 from fullhit.http.encoder import media
 from fullhit.http.encoder.imagecheck import inspect_image
 from fullhit.http.encoder.media import (
@@ -120,7 +121,7 @@ def test_duplicate_urls_in_an_item_take_the_last_one() -> None:
 
 
 def test_the_placeholders_own_text_in_a_body_changes_nothing() -> None:
-    mark = f"@{media._NONCE}:0@"
+    mark = f"@{skeleton._NONCE}:0@"
     for body in (
         body_of(mm_items=[mark, DATA]),
         body_of(mm_items=[DATA, {"url": mark}]),

@@ -1,34 +1,19 @@
 """What the gateway reads from a body: the media items of an ``/encode``, and the few fields of follow-ups.
 
-A body with inline pictures is megabytes of base64 around some hundred bytes of JSON, and every JSON parser
-walks all of it: 1.6 ms at 6 MB for the fastest one, on the loop that also has to answer registrations. So a
-body over 8 KB is parsed as a *skeleton*:
-
-1. Find the strings. Outside of a string each ``"`` opens one, inside of it the first ``"`` behind an even
-   number of backslashes closes it, so hopping from quote to quote at memchr speed tells exactly where the
-   strings lie, whatever else the text is.
-2. A long string without any backslash is the same text escaped and unescaped. It is replaced by a short
-   placeholder; the rest, about 1 KB, goes to msgspec, which judges it in full.
-3. Where a placeholder comes out as an item or as the ``url`` of an item, its key is the hash of the slice,
-   taken in place.
-
-The answer must be that of the full parse, so each doubt leads there: the body has thousands of strings or
-long runs of backslashes, the placeholder's text or an escaped ASCII letter (which could spell it) occurs in what
-is left, a placeholder came out anywhere else (an option, a field we do not know, a duplicate member), or the
-skeleton was refused. The two differ in one way only: excised text is not searched for raw control characters
-and malformed UTF-8, which no base64 holds; the encoder refuses those.
+Bodies over 8 KB are parsed as a skeleton (`fullhit.http.skeleton`). Where a placeholder comes out as an item or as its
+``url``, the key is the hash of the slice, taken in place. Anywhere else (an option, a field we do not know, a duplicate
+member) it is a doubt, and the body is parsed in full.
 """
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, cast
 
 import msgspec
 
+from fullhit.http.skeleton import LONG_BYTES, PLAIN_BYTES, Doubt, Slices, cut
 from fullhit.json_limits import MAX_VALUES, too_many_values
 from fullhit_publisher.keys import Key, item_key, item_key_from_base, text_key
 
@@ -40,6 +25,7 @@ __all__ = [
     "FollowUp",
     "Registration",
     "Text",
+    "key_and_size",
     "parse_encode",
     "parse_follow_up",
     "parse_registration",
@@ -54,22 +40,8 @@ Text = str | memoryview
 Inspect = Callable[[Text], str | None]
 """Told the text of an inline picture; returns what is wrong with it, or None."""
 
-_PLAIN_BYTES: Final = 8 * 1024
-"""Bodies up to here are parsed whole: the detour would not pay."""
-_LONG_BYTES: Final = 2 * 1024
-"""Strings from here on are excised. msgspec reads 2 KB in half a microsecond, an excision costs about one."""
-_MAX_HOPS: Final = 4_096
-"""Quotes looked at before the skeleton gives up: about 0.6 ms of Python at worst. Real bodies have 40 to 200."""
-_MAX_BACKSLASH_RUN: Final = 32
 _MAX_FIELD_CHARS: Final = 4_096
 """Longest req_id and host: they are kept in tables and put into logs."""
-
-_QUOTE: Final = 0x22
-_BACKSLASH: Final = 0x5C
-_NONCE: Final = secrets.token_hex(8)
-"""Unguessable part of the placeholders; never leaves the process."""
-
-_ASCII_ESCAPE: Final = re.compile(rb"\\u00[2-7]")
 
 _decode = msgspec.json.Decoder().decode
 
@@ -150,14 +122,14 @@ def parse_encode(body: Body, inspect: Inspect | None = None) -> EncodeInfo:
     """
     if isinstance(body, memoryview):
         body = bytes(body)
-    if len(body) <= _PLAIN_BYTES:
+    if len(body) <= PLAIN_BYTES:
         return _interpret(_load(body), inspect, "plain")
-    skeleton = _cut(body)
+    skeleton = cut(body)
     if skeleton is not None:
         rest, slices = skeleton
         try:
             info = _interpret(_load(rest), inspect, "skeleton", slices)
-        except (_Doubt, BadBody):
+        except (Doubt, BadBody):
             pass  # The full parse also words the error.
         else:
             return info
@@ -187,71 +159,7 @@ def parse_follow_up(body: Body) -> FollowUp:
     )
 
 
-class _Doubt(Exception):
-    """The skeleton might read this body otherwise than a parser would."""
-
-
-class _Slices:
-    """The excised strings by their placeholder."""
-
-    __slots__ = ("spans", "used", "view")
-
-    def __init__(self, view: memoryview, spans: dict[str, tuple[int, int]]) -> None:
-        self.view = view
-        self.spans = spans
-        self.used = 0
-
-    def take(self, text: str) -> memoryview | None:
-        """The excised text for which ``text`` stands, or None when it stands for itself."""
-        span = self.spans.get(text)
-        if span is None:
-            return None
-        self.used += 1
-        return self.view[span[0] : span[1]]
-
-
-def _cut(body: bytes | bytearray) -> tuple[bytes, _Slices] | None:
-    """Replace the long strings of a JSON text by placeholders; None when in doubt."""
-    find = body.find
-    view = memoryview(body)
-    pieces: list[bytes | memoryview] = []
-    spans: dict[str, tuple[int, int]] = {}
-    done = 0
-    opening = find(_QUOTE)
-    hops = 0
-    while opening >= 0:
-        closing = find(_QUOTE, opening + 1)
-        while closing > 0 and body[closing - 1] == _BACKSLASH:
-            first = closing - 1
-            while first > opening and body[first - 1] == _BACKSLASH and closing - first <= _MAX_BACKSLASH_RUN:
-                first -= 1
-            if closing - first > _MAX_BACKSLASH_RUN:
-                return None
-            if (closing - first) % 2 == 0:
-                break
-            closing = find(_QUOTE, closing + 1)
-            hops += 1
-        hops += 1
-        if closing < 0 or hops > _MAX_HOPS:
-            return None
-        start = opening + 1
-        if closing - start >= _LONG_BYTES and find(_BACKSLASH, start, closing) < 0:
-            mark = f"@{_NONCE}:{len(spans)}@"
-            spans[mark] = (start, closing)
-            pieces.append(view[done:start])
-            pieces.append(mark.encode())
-            done = closing
-        opening = find(_QUOTE, closing + 1)
-    if not spans:
-        return None
-    pieces.append(view[done:])
-    rest = b"".join(pieces)
-    if rest.count(_NONCE.encode()) != len(spans) or (b"\\u00" in rest and _ASCII_ESCAPE.search(rest)):
-        return None
-    return rest, _Slices(view, spans)
-
-
-def _interpret(top: object, inspect: Inspect | None, parsed: str, slices: _Slices | None = None) -> EncodeInfo:
+def _interpret(top: object, inspect: Inspect | None, parsed: str, slices: Slices | None = None) -> EncodeInfo:
     fields = _object(top)
     req_id = _req_id(fields)
     items = fields.get("mm_items")
@@ -275,17 +183,20 @@ def _interpret(top: object, inspect: Inspect | None, parsed: str, slices: _Slice
         text: Text | None = None
         if isinstance(url, str):
             text = (slices.take(url) if slices is not None else None) or url
-        key = text_key(item) if plain and item and type(item) is str else _key(item, text, modality)
-        if key is None:
-            unkeyed += 1
+        if plain and item and type(item) is str:
+            sizes[text_key(item)] = _media_bytes(text)
         else:
-            sizes[key] = _media_bytes(text)
+            key, size = key_and_size(item, text, modality)
+            if key is None:
+                unkeyed += 1
+            else:
+                sizes[key] = size
         if inspect is not None and text is not None and modality == "IMAGE":
             problem = inspect(text)
             if problem is not None:
                 bad.append(BadItem(index, problem))
     if slices is not None and slices.used != len(slices.spans):
-        raise _Doubt
+        raise Doubt
     return EncodeInfo(
         req_id,
         modality,
@@ -300,6 +211,12 @@ def _interpret(top: object, inspect: Inspect | None, parsed: str, slices: _Slice
         bad=tuple(bad),
         parsed=parsed,
     )
+
+
+def key_and_size(item: object, text: Text | None, modality: str) -> tuple[Key | None, int]:
+    """Key of a media item (None = it has none) and the bytes of the medium (0 = unknown). ``text``: that of its URL,
+    where the item itself may hold a placeholder for it."""
+    return _key(item, text, modality), _media_bytes(text)
 
 
 def _key(item: object, text: Text | None, modality: str) -> Key | None:
@@ -323,11 +240,11 @@ def _media_bytes(text: Text | None) -> int:
         return 0
     if isinstance(text, str):
         if text.isascii():
-            inline = text.startswith("data:") or (len(text) > _LONG_BYTES and "://" not in text[:16])
+            inline = text.startswith("data:") or (len(text) > LONG_BYTES and "://" not in text[:16])
             return len(text) * 3 // 4 if inline else 0
         text = memoryview(text.encode("utf-8", "surrogatepass"))
     head, length = bytes(text[:16]), len(text)
-    if head.startswith(b"data:") or (length > _LONG_BYTES and b"://" not in head):
+    if head.startswith(b"data:") or (length > LONG_BYTES and b"://" not in head):
         return length * 3 // 4
     return 0
 
