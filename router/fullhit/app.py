@@ -123,6 +123,7 @@ class Router:
                     device=worker.device,
                     weight=worker.weight,
                     max_inflight=worker.max_inflight,
+                    labels={"bootstrap_port": str(worker.bootstrap_port)} if worker.bootstrap_port else None,
                 )
         if self.state_file is not None:
             self.state_file.load()

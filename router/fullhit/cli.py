@@ -55,6 +55,10 @@ _LAB = {
         "fullhit.lab.mock_encoder",
         "a mock encoder that speaks SGLang's encoder protocol, for tests",
     ),
+    "mock-worker": (
+        "fullhit.lab.mock_worker",
+        "a mock SGLang or vLLM server, alone or as prefill or decode, for tests",
+    ),
     "bench": ("fullhit.lab.bench", "measure the router against its budgets and print one table"),
 }
 

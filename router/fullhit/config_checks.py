@@ -6,21 +6,20 @@ Keys are read from their files here, worker URLs brought to their normal form, a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from fullhit.config_front import check_front, check_roles, one_of, positive
 from fullhit.config_tables import (
     MAX_WORKERS,
     POLICIES,
+    ROLES,
     Config,
     ConfigError,
     DynamoConfig,
     EventsConfig,
-    OpenAIFrontConfig,
     PoolConfig,
     ServerConfig,
-    Table,
     WorkerConfig,
     parse_address,
 )
@@ -51,8 +50,8 @@ def check_config(config: Config) -> None:
             f"(or {ADMIN_KEY_ENV}), or listen on 127.0.0.1",
             "server.admin_listen",
         )
-    _one_of(server.loop, ("auto", "uvloop", "asyncio"), "server.loop")
-    _positive(server, "server", ("max_body_bytes", "max_buffered_bytes", "max_connections", "head_timeout",
+    one_of(server.loop, ("auto", "uvloop", "asyncio"), "server.loop")
+    positive(server, "server", ("max_body_bytes", "max_buffered_bytes", "max_connections", "head_timeout",
                                  "body_idle_timeout", "keepalive_timeout", "write_timeout"))  # fmt: skip
     if server.max_buffered_bytes < server.max_body_bytes:
         raise ConfigError("must be at least server.max_body_bytes", "server.max_buffered_bytes")
@@ -71,26 +70,27 @@ def check_config(config: Config) -> None:
     gateway = config.encoder_gateway
     if gateway.enabled:
         _check_home(config)
+    check_roles(config)
     if config.openai_front is not None:
-        _check_front(config, config.openai_front)
+        check_front(config, config.openai_front)
     elif not gateway.enabled:
         _check_some_use(config)
-    _one_of(gateway.bad_image, ("auto", "reject", "substitute", "pass"), "encoder_gateway.bad_image")
+    one_of(gateway.bad_image, ("auto", "reject", "substitute", "pass"), "encoder_gateway.bad_image")
     if not 0 <= gateway.aliases <= 1_024:
         raise ConfigError("must be between 0 and 1024", "encoder_gateway.aliases")
     if gateway.encode_timeout < 180:
         raise ConfigError(
             "must be at least 180: SGLang's own encode may take that long", "encoder_gateway.encode_timeout"
         )
-    _positive(gateway, "encoder_gateway", ("queue_max", "queue_max_bytes", "queue_timeout", "connect_timeout",
+    positive(gateway, "encoder_gateway", ("queue_max", "queue_max_bytes", "queue_timeout", "connect_timeout",
                                            "follow_timeout", "max_lost", "max_parts", "upstream_idle_timeout",
                                            "upstream_max_connections"))  # fmt: skip
-    _positive(config.health, "health", ("interval", "timeout", "misses", "stuck_after", "forget_after"))
+    positive(config.health, "health", ("interval", "timeout", "misses", "stuck_after", "forget_after"))
     if not config.health.path.startswith("/") or not config.health.path.isprintable() or " " in config.health.path:
         raise ConfigError("must be a path such as /health", "health.path")
-    _one_of(config.log.level, ("debug", "info", "warning", "error"), "log.level")
-    _one_of(config.log.format, ("auto", "json", "text"), "log.format")
-    _one_of(config.log.decisions, ("all", "errors", "off"), "log.decisions")
+    one_of(config.log.level, ("debug", "info", "warning", "error"), "log.level")
+    one_of(config.log.format, ("auto", "json", "text"), "log.format")
+    one_of(config.log.decisions, ("all", "errors", "off"), "log.decisions")
 
 
 def _check_home(config: Config) -> None:
@@ -122,43 +122,6 @@ def _check_some_use(config: Config) -> None:
     )
 
 
-def _check_front(config: Config, front: OpenAIFrontConfig) -> None:
-    key = "openai_front"
-    _one_of(front.mode, ("dynamo",), f"{key}.mode")
-    address = parse_address(front.listen, f"{key}.listen")
-    server = config.server
-    others = {"server.admin_listen": server.admin_listen}
-    if config.encoder_gateway.enabled:
-        others["server.listen"] = server.listen
-    for name, other in others.items():
-        if address.port and address == parse_address(other, name):
-            raise ConfigError(f"{address} is the address of {name}; give it a port of its own", f"{key}.listen")
-    dynamo = [name for name, pool in config.pool.items() if pool.dynamo is not None]
-    if not front.pool:
-        if len(dynamo) != 1:
-            raise ConfigError(
-                f"name the pool; those of Dynamo workers are: {', '.join(dynamo) or 'none'}", f"{key}.pool"
-            )
-        front.pool = dynamo[0]
-    for setting, name in (("pool", front.pool), ("prefill_pool", front.prefill_pool)):
-        if name and name not in dynamo:
-            why = "has no Dynamo workers" if name in config.pool else "does not exist"
-            raise ConfigError(f"pool {name!r} {why}; it needs a table [pool.{name}.dynamo]", f"{key}.{setting}")
-    if front.prefill_pool == front.pool:
-        raise ConfigError("must be another pool than openai_front.pool", f"{key}.prefill_pool")
-    if not front.frontends:
-        raise ConfigError("at least one is needed", f"{key}.frontends")
-    for place, url in enumerate(front.frontends):
-        try:
-            front.frontends[place] = normalize_url(url)
-        except ValueError as error:
-            raise ConfigError(str(error).replace("worker URL", "URL"), f"{key}.frontends.{place}") from None
-    if len(set(front.frontends)) != len(front.frontends):
-        raise ConfigError("one is listed twice", f"{key}.frontends")
-    _positive(front, key, ("connect_timeout", "first_byte_timeout", "idle_timeout", "max_attempts", "queue_max",
-                           "queue_max_bytes", "queue_timeout"))  # fmt: skip
-
-
 def _key_from(path: str, key: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
@@ -182,7 +145,7 @@ def _check_grpc(server: ServerConfig) -> None:
                           "server.grpc_tls_cert")  # fmt: skip
     if server.grpc_client_ca and not server.grpc_tls_cert:
         raise ConfigError("client certificates need TLS: set server.grpc_tls_cert too", "server.grpc_client_ca")
-    _positive(server, "server", ("grpc_max_message_bytes",))
+    positive(server, "server", ("grpc_max_message_bytes",))
 
 
 def _check_events(events: EventsConfig) -> None:
@@ -197,7 +160,7 @@ def _check_events(events: EventsConfig) -> None:
                 f"expected embedded, embedded:PORT, nats://..., tls://... or none, got {plane!r}",
                 "events.plane",
             )
-    _positive(events, "events", ("plane_grace", "doubt_ttl", "max_message_bytes", "max_key_chars",
+    positive(events, "events", ("plane_grace", "doubt_ttl", "max_message_bytes", "max_key_chars",
                                  "max_buffered_deltas", "max_buffered_keys", "max_backlog_bytes",
                                  "max_snapshots"))  # fmt: skip
 
@@ -205,7 +168,7 @@ def _check_events(events: EventsConfig) -> None:
 def _check_dynamo(dynamo: DynamoConfig, key: str, plane: str) -> None:
     if not dynamo.namespace:
         raise ConfigError("must not be empty", f"{key}.namespace")
-    _one_of(dynamo.plane, ("nats", "zmq"), f"{key}.plane")
+    one_of(dynamo.plane, ("nats", "zmq"), f"{key}.plane")
     kind, _, place = dynamo.discovery.partition(":")
     if kind not in ("file", "etcd") or not place:
         raise ConfigError(
@@ -223,7 +186,7 @@ def _check_dynamo(dynamo: DynamoConfig, key: str, plane: str) -> None:
     for broker in dynamo.brokers:
         if not broker.startswith("tcp://"):
             raise ConfigError(f"expected the tcp:// address of a broker's XPUB side, got {broker!r}", f"{key}.brokers")
-    _positive(dynamo, key, ("lease",))
+    positive(dynamo, key, ("lease",))
 
 
 def _check_pool(name: str, pool: PoolConfig, homes: dict[str, str]) -> None:
@@ -231,15 +194,15 @@ def _check_pool(name: str, pool: PoolConfig, homes: dict[str, str]) -> None:
     key = f"pool.{name}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
         raise ConfigError("a pool's name has 1 to 64 letters, digits, _ . or -", key)
-    _one_of(pool.role, ("encode",), f"{key}.role")
-    _one_of(pool.policy, POLICIES, f"{key}.policy")
-    _one_of(pool.parity, ("none", "dynamo"), f"{key}.parity")
-    _one_of(pool.load_until, ("first_token", "end"), f"{key}.load_until")
+    one_of(pool.role, ROLES, f"{key}.role")
+    one_of(pool.policy, POLICIES, f"{key}.policy")
+    one_of(pool.parity, ("none", "dynamo"), f"{key}.parity")
+    one_of(pool.load_until, ("first_token", "end"), f"{key}.load_until")
     if pool.parity == "dynamo" and pool.device_ratios:
         raise ConfigError('must be left out with parity = "dynamo"', f"{key}.device_ratios")
     if pool.dynamo is not None and pool.workers:
         raise ConfigError("must be left out: discovery finds the workers of a Dynamo pool", f"{key}.workers")
-    _one_of(pool.full_hit.prefer, ("gpu", "any"), f"{key}.full_hit.prefer")
+    one_of(pool.full_hit.prefer, ("gpu", "any"), f"{key}.full_hit.prefer")
     if pool.ratio < 1:
         raise ConfigError("must be a whole number of at least 1", f"{key}.ratio")
     for device, ratio in pool.device_ratios.items():
@@ -247,7 +210,7 @@ def _check_pool(name: str, pool: PoolConfig, homes: dict[str, str]) -> None:
             raise ConfigError("must be a whole number of at least 1", f"{key}.device_ratios.{device}")
     if pool.max_inflight < 0:
         raise ConfigError("must not be negative (0 = no cap)", f"{key}.max_inflight")
-    _positive(pool, key, ("predicted_capacity_bytes", "max_keys", "max_keys_per_worker", "max_workers"))
+    positive(pool, key, ("predicted_capacity_bytes", "max_keys", "max_keys_per_worker", "max_workers"))
     if pool.max_workers > MAX_WORKERS:
         raise ConfigError(f"must be at most {MAX_WORKERS}", f"{key}.max_workers")
     if len(pool.workers) > pool.max_workers:
@@ -259,20 +222,11 @@ def _check_pool(name: str, pool: PoolConfig, homes: dict[str, str]) -> None:
             entry.url = normalize_url(entry.url)
         except ValueError as error:
             raise ConfigError(str(error), where) from None
+        if not 0 <= entry.bootstrap_port < 65_536:
+            raise ConfigError("must be a port", f"{where}.bootstrap_port")
         if not 0 < entry.weight < 1e6:
             raise ConfigError("must be above 0", f"{where}.weight")
         home = homes.setdefault(entry.url, f"{name}.{place}")
         if home != f"{name}.{place}":
             raise ConfigError(f"{entry.url} is listed twice; the other place is pool.{home}", where)
         pool.workers[place] = entry
-
-
-def _one_of(value: str, allowed: Sequence[str], key: str) -> None:
-    if value not in allowed:
-        raise ConfigError(f"expected one of {', '.join(allowed)}, got {value!r}", key)
-
-
-def _positive(table: Table, prefix: str, names: Sequence[str]) -> None:
-    for name in names:
-        if not getattr(table, name) > 0:
-            raise ConfigError("must be above 0", f"{prefix}.{name}")

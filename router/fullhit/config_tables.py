@@ -15,6 +15,8 @@ __all__ = [
     "MAX_WORKERS",
     "POLICIES",
     "RATIO_ENV",
+    "ROLES",
+    "SERVING",
     "Address",
     "Config",
     "ConfigError",
@@ -43,6 +45,9 @@ POLICIES = (
 )
 RATIO_ENV = "DYN_ENCODER_CUDA_TO_CPU_RATIO"
 MAX_WORKERS = 65_536
+SERVING = ("aggregated", "pd", "decode")
+"""Roles of pools whose workers' answers go to clients."""
+ROLES = ("encode", *SERVING, "prefill")
 
 
 class ConfigError(Exception):
@@ -138,6 +143,7 @@ class WorkerConfig(Table):
     device: str | None = None
     weight: float = 1.0
     max_inflight: int | None = None
+    bootstrap_port: int = 0
 
 
 class FullHitConfig(Table):
@@ -181,6 +187,8 @@ class PoolConfig(Table):
     max_keys_per_worker: int = 2_000_000
     max_workers: int = 4_096
     load_until: str = "first_token"
+    models: list[str] = msgspec.field(default_factory=list)
+    prefill_pool: str = ""
     workers: list[WorkerConfig | str] = msgspec.field(default_factory=list)
     dynamo: DynamoConfig | None = None
 
@@ -208,7 +216,8 @@ class EncoderGatewayConfig(Table):
 
 
 class OpenAIFrontConfig(Table):
-    """The seat in front of Dynamo's HTTP frontends. Without ``pool`` the only Dynamo pool; no ``models`` = all."""
+    """The seat for OpenAI clients. ``mode``: ``dynamo``, Dynamo's frontends are behind it (without ``pool`` the only
+    Dynamo pool; no ``models`` = all), or ``workers``, the workers of all pools that serve whole requests are."""
 
     mode: str = "dynamo"
     listen: str = "127.0.0.1:8783"
@@ -223,6 +232,11 @@ class OpenAIFrontConfig(Table):
     queue_max: int = 4_096
     queue_max_bytes: int = 2 * GIB
     queue_timeout: float = 60.0
+    send_timeout: float = 30.0
+    total_timeout: float = 0.0
+    retry_share: float = 0.2
+    learn_interval: float = 30.0
+    pass_through: list[str] = msgspec.field(default_factory=lambda: ["/tokenize", "/detokenize"])
 
 
 class HealthConfig(Table):
@@ -261,6 +275,8 @@ class Config(Table):
         there is none of these."""
         if self.encoder_gateway.enabled:
             return self.encoder_gateway.pool
-        if self.openai_front is not None:
+        if self.openai_front is not None and self.openai_front.mode == "dynamo":
             return self.openai_front.pool
+        if self.openai_front is not None:
+            return next(name for name, pool in self.pool.items() if pool.role in SERVING)
         return next(iter(self.pool)) if len(self.pool) == 1 else ""

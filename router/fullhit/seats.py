@@ -11,15 +11,17 @@ from typing import Any, Protocol, cast
 
 from fullhit import settings as build
 from fullhit.config import Config, parse_address
+from fullhit.config_tables import SERVING
 from fullhit.core.pool import Pool
 from fullhit.fleet import Fleet
 from fullhit.http.encoder import EncoderGateway, sglang_error
 from fullhit.http.openai import OpenAIFront, openai_error
 from fullhit.http.openai import Seats as PoolSeat
 from fullhit.http.wire import DrainReport, HttpListener, MemoryBudget, UpstreamClient
+from fullhit.http.workers import Service, WorkerFront
 from fullhit.telemetry import Telemetry
 
-__all__ = ["EncoderSeat", "FrontSeat", "Seat", "make_seats"]
+__all__ = ["EncoderSeat", "FrontSeat", "Seat", "WorkerFrontSeat", "make_seats"]
 
 
 class Seat(Protocol):
@@ -185,6 +187,75 @@ class FrontSeat(_Base):
         return found
 
 
+class WorkerFrontSeat(_Base):
+    """`WorkerFront` and what it needs."""
+
+    name = "openai_front"
+    line = "openai"
+    gauges = (
+        ("front_queue_depth", "Requests of the OpenAI front waiting for a worker", "queued"),
+        ("front_queue_bytes", "Bytes of their bodies", "queued_bytes"),
+        ("front_open_calls", "Requests of the OpenAI front under way", "open_calls"),
+        ("front_retries_refused", "Second attempts that the retry budget did not allow", "retries_refused"),
+    )
+    place = "openai_front.listen"
+
+    def __init__(
+        self,
+        config: Config,
+        pools: dict[str, Pool],
+        fleet: Fleet,
+        telemetry: Telemetry,
+        clock: Callable[[], float],
+        listener: Callable[..., HttpListener],
+    ) -> None:
+        front = config.openai_front
+        assert front is not None
+
+        def seat(name: str) -> PoolSeat:
+            return PoolSeat(pools[name], fleet.view(name))
+
+        services = [
+            Service(name, seat(name), seat(pool.prefill_pool) if pool.prefill_pool else None, frozenset(pool.models))
+            for name, pool in config.pool.items()
+            if pool.role in SERVING
+        ]
+        self.address = front.listen
+        self.client = UpstreamClient(build.worker_upstream_limits())
+        self.front = WorkerFront(
+            services,
+            self.client,
+            build.worker_front_settings(front),
+            telemetry,
+            clock,
+            load_until={name: pool.load_until for name, pool in config.pool.items()},
+        )
+        self.listener = listener(self.front.handle, error_format=openai_error)
+        self.oldest_inflight = self.front.oldest_inflight
+
+    async def start(self) -> str:
+        self.front.start()
+        return await super().start()
+
+    async def drain(self, seconds: float) -> tuple[DrainReport, bool]:
+        report = await self.listener.drain(seconds)
+        return report, report.cut == 0
+
+    async def close(self) -> None:
+        await super().close()
+        await self.front.close()
+
+    def status(self) -> dict[str, Any]:
+        return self.front.status()
+
+    def concerns(self) -> list[str]:
+        return [
+            f"OpenAI front: no worker is ready for pool {row['pool']}"
+            for row in self.front.status()["services"]
+            if not row["usable"]
+        ]
+
+
 def make_seats(
     config: Config,
     pools: dict[str, Pool],
@@ -200,9 +271,9 @@ def make_seats(
     def listener(handler: Any, error_format: Any) -> HttpListener:
         return HttpListener(handler, limits, refused, error_format=error_format, budget=budget)
 
-    kinds: list[type[EncoderSeat] | type[FrontSeat]] = []
+    kinds: list[type[EncoderSeat] | type[FrontSeat] | type[WorkerFrontSeat]] = []
     if config.encoder_gateway.enabled:
         kinds.append(EncoderSeat)
     if config.openai_front is not None:
-        kinds.append(FrontSeat)
+        kinds.append(FrontSeat if config.openai_front.mode == "dynamo" else WorkerFrontSeat)
     return [cast("Seat", kind(config, pools, fleet, telemetry, clock, listener)) for kind in kinds]

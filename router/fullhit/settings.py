@@ -15,6 +15,7 @@ from fullhit.http.encoder import GatewaySettings, PartLimits
 from fullhit.http.encoder.settings import BadImage
 from fullhit.http.openai import FrontSettings, LoadUntil
 from fullhit.http.wire import ListenerLimits, UpstreamLimits
+from fullhit.http.workers import WorkerFrontSettings
 from fullhit.rpc.settings import RpcSettings
 from fullhit_publisher.dynamo_keys import KeyRules
 from fullhit_publisher.wire import Limits
@@ -32,6 +33,8 @@ __all__ = [
     "pool_settings",
     "rpc_settings",
     "upstream_limits",
+    "worker_front_settings",
+    "worker_upstream_limits",
 ]
 
 
@@ -178,9 +181,32 @@ def front_settings(front: OpenAIFrontConfig, pool: PoolConfig) -> FrontSettings:
     )
 
 
+def worker_front_settings(front: OpenAIFrontConfig) -> WorkerFrontSettings:
+    """`WorkerFront`."""
+    return WorkerFrontSettings(
+        connect_timeout=front.connect_timeout,
+        send_timeout=front.send_timeout,
+        first_byte_timeout=front.first_byte_timeout,
+        idle_timeout=front.idle_timeout,
+        total_timeout=front.total_timeout or None,
+        max_attempts=front.max_attempts,
+        retry_share=front.retry_share,
+        queue_max=front.queue_max,
+        queue_max_bytes=front.queue_max_bytes,
+        queue_timeout=front.queue_timeout,
+        pass_through=tuple(front.pass_through),
+        learn_interval=front.learn_interval,
+    )
+
+
 def front_upstream_limits() -> UpstreamLimits:
     """Connections to Dynamo's frontends, of which a few carry everything."""
     return UpstreamLimits(max_connections=16_384, max_idle=1_024, idle_timeout=15.0)
+
+
+def worker_upstream_limits() -> UpstreamLimits:
+    """Connections to workers. uvicorn, which SGLang and vLLM run on, closes an idle one after 5 s."""
+    return UpstreamLimits(max_connections=4_096, max_idle=1_024, idle_timeout=3.0)
 
 
 def rpc_settings(config: Config) -> RpcSettings:

@@ -20,7 +20,7 @@ from fullhit.http.encoder.media import MODALITIES, BadBody, parse_encode
 from fullhit.json_limits import MAX_VALUES, too_many_values
 from fullhit_publisher.keys import Key, fold, item_key
 
-__all__ = ["Media", "MediaError", "bounded", "chat_items", "load", "read_media"]
+__all__ = ["Media", "MediaError", "bounded", "chat_items", "chat_parts", "load", "read_media"]
 
 _CHAT_PARTS = {"image_url": "IMAGE", "video_url": "VIDEO", "audio_url": "AUDIO"}
 
@@ -82,7 +82,7 @@ def chat_items(body: bytes) -> list[tuple[object, str]]:
     messages = load(body, "openai_chat").get("messages")
     if not isinstance(messages, list):
         raise MediaError("openai_chat.messages: must be a list")
-    return list(_parts(messages))
+    return list(chat_parts(messages))
 
 
 def load(body: bytes, name: str) -> dict[str, object]:
@@ -100,7 +100,8 @@ def load(body: bytes, name: str) -> dict[str, object]:
     return top
 
 
-def _parts(messages: list[object]) -> Iterator[tuple[object, str]]:
+def chat_parts(messages: list[object]) -> Iterator[tuple[object, str]]:
+    """The media items of chat messages, as elements of ``mm_items``, with their modality."""
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, list):

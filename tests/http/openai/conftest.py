@@ -125,6 +125,8 @@ class RecordingFleet:
     def report_success(self, worker_id: str) -> None:
         self.good.append(worker_id)
 
+    def report_promise(self, worker_id: str, kept: bool) -> None: ...
+
     def report_failure(self, worker_id: str, kind: str) -> None:
         self.bad.append((worker_id, kind))
 

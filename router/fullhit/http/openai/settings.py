@@ -69,7 +69,10 @@ class Reporter(Protocol):
     def report_success(self, worker_id: str) -> None: ...
 
     def report_failure(self, worker_id: str, kind: str) -> None:
-        """``kind``: timeout, 5xx, or busy. Never for a client's fault."""
+        """``kind``: connect, reset, timeout, 5xx, or busy. Never for a client's fault."""
+
+    def report_promise(self, worker_id: str, kept: bool) -> None:
+        """It was chosen as one that holds everything; ``kept``: its cache had everything, as it says itself."""
 
 
 class FrontTelemetry(Protocol):

@@ -12,7 +12,7 @@ own `write_timeout` decides how long that may last.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from .chunks import ChunkError, ChunkScanner
@@ -42,6 +42,8 @@ class UpstreamResponse(Feeder):
     _payload: bytearray | None = None
     _limit = -1
     _reading_paused = False
+    _thrown_away = False
+    _piecewise = False
     _on_body: Callable[[bytes], bool] | None = None
 
     def __init__(self, conn: UpstreamConnection, head: ResponseHead, read_ahead: int) -> None:
@@ -106,6 +108,36 @@ class UpstreamResponse(Feeder):
         if len(body) > limit:
             raise BadReply(f"reply larger than {limit} bytes", origin=str(self.origin))
         return body
+
+    async def discard(self) -> None:
+        """Read the body to its end and keep nothing of it. Raises what ended the connection early."""
+        self._claim()
+        self._thrown_away = True
+        self._held.clear()
+        self._resume()
+        await self._until_over()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes, chunks undone; the server is held up by whoever takes the pieces. Raises what ended the
+        connection early."""
+        self._claim()
+        payload = self._payload = bytearray()
+        self._piecewise = True
+        if self.head.chunked:
+            self._convert = ChunkScanner(payload)
+        self._replay()
+        while True:
+            if payload:
+                piece = bytes(payload)
+                payload.clear()
+                self._resume()
+                yield piece
+            elif self._over:
+                break
+            else:
+                await self._until_over(arrival=True)
+        if self._error is not None:
+            raise self._error
 
     # --- relayed
 
@@ -229,6 +261,8 @@ class UpstreamResponse(Feeder):
 
     def feed(self, view: memoryview, start: int, end: int) -> None:
         """Bytes of the body, chunk framing included."""
+        if self._thrown_away:
+            return
         responder = self._responder
         if responder is not None and self._convert is None:
             piece = bytes(view[start:end])
@@ -289,6 +323,11 @@ class UpstreamResponse(Feeder):
             payload.clear()
             if self._on_body is not None:
                 self._show(bytes(view[start:end]))
+        elif self._piecewise:
+            if self._waiter is not None:
+                self._wake()
+            if len(payload) > self._read_ahead:
+                self._pause()
         elif len(payload) > self._limit:
             error_ = BadReply(f"reply larger than {self._limit} bytes", origin=str(self.origin))
             conn = self._conn
