@@ -31,6 +31,10 @@ from fullhit.http.openai.verdict import instances_in, judge, settled
 from fullhit.http.wire.chunks import ChunkError, ChunkScanner
 from fullhit.http.wire.errors import WireError as HttpError
 from fullhit.http.wire.heads import parse_request_head, parse_response_head
+from fullhit.http.workers.generation import BOOTSTRAP, read_generation
+from fullhit.http.workers.generation import BadBody as BadGeneration
+from fullhit.http.workers.logprobs import LogprobStream, merged, prompt_logprobs
+from fullhit.http.workers.splice import Rendezvous, spliced
 from fullhit_publisher import wire
 from fullhit_publisher.dynamo_keys import KeyRules
 from fullhit_publisher.identity import dynamo_name, worker_id_for
@@ -51,6 +55,9 @@ class Target(NamedTuple):
     name: str
     seeds: list[bytes]
     run: Callable[[bytes], object]
+
+    def __repr__(self) -> str:
+        return f"<Target {self.name}>"  # the seeds are long
 
 
 class _Router:
@@ -218,6 +225,29 @@ def _chat(data: bytes) -> None:
         read_dynamo_media(KeyRules(), chat_body=data, encode_body=data)
 
 
+def _generation(data: bytes) -> None:
+    for shape in ("chat", "responses", "generate", "text"):
+        with suppress(BadGeneration):
+            found = read_generation(data, shape)  # type: ignore[arg-type]
+            assert found.items >= len(found.keys) and found.items >= found.unkeyed
+            body = spliced(data, Rendezvous("h", 1, (7, 8), True), clean=not found.bootstrap)
+            try:
+                before = msgspec.json.decode(data)
+            except msgspec.DecodeError:
+                continue  # in a long string, which is not looked through; the worker refuses it
+            told = msgspec.json.decode(body)
+            assert [told.pop(name) for name in BOOTSTRAP] == [["h"] * 2, [1] * 2, [7, 8]]
+            assert told == {name: value for name, value in before.items() if name not in BOOTSTRAP}
+
+
+def _logprobs(data: bytes) -> None:
+    merged(data, prompt_logprobs(data))
+    stream = LogprobStream(prompt_logprobs(data))
+    out = b"".join(stream.feed(data[at : at + 7]) for at in range(0, len(data), 7)) + stream.end()
+    again = LogprobStream(prompt_logprobs(data))
+    assert again.feed(data) + again.end() == out, "the same wherever it is cut"
+
+
 def _reply(data: bytes) -> None:
     payload_of(data, True)
     instances_in(data)
@@ -277,6 +307,16 @@ _CHAT = json.dumps({
     "input": [{"role": "user", "content": [{"type": "input_image", "image_url": PIXEL}]}],
     "multi_modal_data": {"image_url": [{"Url": PIXEL}, {"Decoded": {"content_hash": "0123456789abcdef"}}]},
 }).encode()  # fmt: skip
+_GENERATE = json.dumps({
+    "model": "m", "text": ["a" * 3000, "b"], "image_data": [[PIXEL], ["data:image/png;base64," + "B" * 9000]], "n": 2,
+    "return_logprob": True, "bootstrap_room": 5,
+}).encode()  # fmt: skip
+_LOGPROBS = b"".join(
+    b"data: "
+    + json.dumps({"text": "x", "index": n, "meta_info": {"input_token_logprobs": [[-1, n, None]]}}).encode()
+    + b"\n\n"
+    for n in range(2)
+)
 _CONFIG = b"""
 [server]
 listen = "127.0.0.1:8780"
@@ -339,6 +379,8 @@ TARGETS = [
         _allowing(BadBody)(parse_follow_up),
     ),
     Target("chat_body", [_CHAT, _ENCODE], _chat),
+    Target("generation", [_CHAT, _ENCODE, _GENERATE], _generation),
+    Target("logprobs", [_LOGPROBS, *_EVENTS], _logprobs),
     Target("reply", _EVENTS, _reply),
     Target("chunks", _EVENTS[2:], _chunks),
     Target("request_head", [_REQUEST_HEAD], _allowing(HttpError)(lambda data: parse_request_head(data, 64))),

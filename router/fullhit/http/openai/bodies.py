@@ -156,8 +156,12 @@ def _without_pins(nvext: msgspec.Raw, body: Bytes) -> bytes | None:
         return None
     if raw.count(b":") > _MAX_COLONS:
         raise BadBody("nvext: names workers or ranks, in a body with too many members to take them out", "nvext")
-    members = _members.decode(raw)
+    try:
+        members = _members.decode(raw)
+        inner = {} if pins is None else _members.decode(nvext)
+    except _FAULTS as error:  # in a name that was passed over before
+        raise BadBody(f"the body is not valid JSON: {error}") from None
     if pins is not None:
-        kept = {name: value for name, value in _members.decode(nvext).items() if name not in PINS}
+        kept = {name: value for name, value in inner.items() if name not in PINS}
         members["nvext"] = msgspec.Raw(msgspec.json.encode(kept))
     return msgspec.json.encode(members)

@@ -20,7 +20,7 @@ from fullhit.http.skeleton import PLAIN_BYTES, Doubt, Slices, cut, has_placehold
 from fullhit.json_limits import MAX_VALUES, too_many_values
 from fullhit_publisher.keys import Key
 
-__all__ = ["BadBody", "Generation", "Shape", "read_generation"]
+__all__ = ["BOOTSTRAP", "BadBody", "Generation", "Shape", "read_generation"]
 
 Shape = Literal["chat", "responses", "generate", "text"]
 """Where media may be: in ``messages``, in ``input``, in ``image_data`` and its like, or nowhere."""

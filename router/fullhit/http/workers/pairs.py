@@ -17,6 +17,7 @@ from fullhit.http.openai.replies import Refusal
 from fullhit.http.wire import UpstreamError, UpstreamResponse, end_to_end
 
 from .calls import Call, Leg
+from .generation import BadBody
 from .house import House, is_stream
 from .logprobs import LogprobStream, merged, prompt_logprobs
 from .splice import Rendezvous, new_rooms, spliced
@@ -68,7 +69,10 @@ class Pairs:
             wanted.batch is not None,
         )
         plain = bytes(body) if isinstance(body, memoryview) else body
-        return spliced(plain, where, clean=not wanted.bootstrap)
+        try:
+            return spliced(plain, where, clean=not wanted.bootstrap)
+        except BadBody as error:
+            raise Refusal(400, "invalid_json", str(error)) from None
 
 
 class _Attempt:

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from .generation import BOOTSTRAP
+from .generation import BOOTSTRAP, BadBody
 
 __all__ = ["MAX_ROOM", "Rendezvous", "new_rooms", "spliced"]
 
@@ -39,13 +39,22 @@ def new_rooms(count: int | None, rng: random.Random) -> tuple[int, ...]:
 
 
 def spliced(body: bytes | bytearray, where: Rendezvous, *, clean: bool) -> bytes:
-    """The body with the rendezvous in it. ``clean``: it has no such members of its own. ``body`` is a JSON object.
+    """The body with the rendezvous in it. ``clean``: it has no such members of its own. ``body`` is a JSON object, as
+    far as `read_generation` can tell. Raises BadBody where it is none after all.
 
     >>> spliced(b'{"a": 1}', Rendezvous("h", 8998, (7,)), clean=True)
     b'{"a": 1,"bootstrap_host":"h","bootstrap_port":8998,"bootstrap_room":7}'
     """
     if not clean:
-        members = {name: value for name, value in _members.decode(body).items() if name not in BOOTSTRAP}
+        try:
+            found = _members.decode(body)
+        except (
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+            RecursionError,
+        ) as error:  # in text that was passed over before
+            raise BadBody(f"the body is not valid JSON: {error}") from None
+        members = {name: value for name, value in found.items() if name not in BOOTSTRAP}
         body = msgspec.json.encode(members)
     end = len(body)
     while body[end - 1 : end] in (b" ", b"\t", b"\r", b"\n"):
