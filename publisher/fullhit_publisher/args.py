@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 from .cache import EmbeddingCache
 from .dynamo import DynamoTarget
 from .publisher import EmbeddingCachePublisher
+from .transports.base import Transport
 
 __all__ = ["add_cli_args", "from_args"]
 
@@ -71,13 +73,15 @@ def from_args(
     device: object = "cuda",
     pool: str = "default",
     size_of: Any = None,
+    heartbeat_interval: float = 1.0,
+    wrap: Callable[[Transport], Transport] | None = None,
 ) -> tuple[EmbeddingCache[Any] | None, EmbeddingCachePublisher | None]:
     """The cache and the publisher that the arguments ask for, attached to each other; the publisher is not
     started.
 
     ``url`` is where routers reach this encoder, or ``dynamo`` what it is in a Dynamo deployment; ``device`` what it
-    computes on, ``pool`` the name its routers know. Raises ValueError for a publisher without a cache, and for a
-    malformed URL.
+    computes on, ``pool`` the name its routers know; ``heartbeat_interval`` and ``wrap`` are the publisher's. Raises
+    ValueError for a publisher without a cache, and for a malformed URL.
     """
     capacity = int(args.multimodal_embedding_cache_capacity_gb * _BYTES_PER_GB)
     cache: EmbeddingCache[Any] | None = EmbeddingCache(capacity, size_of=size_of) if capacity > 0 else None
@@ -95,6 +99,8 @@ def from_args(
         event_plane=args.event_plane,
         device=device,
         credentials=args.event_plane_credentials,
+        heartbeat_interval=heartbeat_interval,
+        wrap=wrap,
     )
     return cache, publisher.attach(cache)
 

@@ -51,7 +51,8 @@ class EmbeddingCachePublisher:
     ``url`` is the address at which routers reach this encoder; it is the worker's identity, so spell it as
     routers do. ``pool`` names the encoders with the same model and processor. ``event_plane`` is one NATS
     URL or several separated by commas; ``credentials`` a ``.creds`` file, ``tls`` an SSL context, both for
-    NATS; ``transport`` replaces all three. ``device`` is ``cuda``, ``cpu`` and the like, or a
+    NATS; ``transport`` replaces all three. ``wrap`` gets the transport and gives the one to use in its place: a
+    place for tests to lose messages. ``device`` is ``cuda``, ``cpu`` and the like, or a
     ``torch.device``. ``heartbeat_interval`` in seconds.
 
     ``dynamo`` instead of ``url``: the encoder is this worker of a Dynamo deployment; Dynamo's own front ends are told
@@ -73,6 +74,7 @@ class EmbeddingCachePublisher:
         tls: ssl.SSLContext | None = None,
         options: PublisherOptions | None = None,
         transport: Transport | None = None,
+        wrap: Callable[[Transport], Transport] | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
         rng: random.Random | None = None,
     ) -> None:
@@ -85,7 +87,8 @@ class EmbeddingCachePublisher:
         self._options = options or PublisherOptions()
         self._dynamo = dynamo
         self._url = normalize_url(url) if dynamo is None else dynamo.name
-        self._transport = transport or NatsTransport(event_plane, credentials=credentials, tls=tls)
+        transport = transport or NatsTransport(event_plane, credentials=credentials, tls=tls)
+        self._transport = transport if wrap is None else wrap(transport)
         self._interval = heartbeat_interval
         self._rng = rng
         self._lock = threading.Lock()

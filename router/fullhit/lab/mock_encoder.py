@@ -15,9 +15,11 @@ import contextlib
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 import aiohttp
 from aiohttp import web
@@ -25,8 +27,10 @@ from aiohttp import web
 from fullhit.lab.images import LabExtraMissing
 from fullhit.lab.mock_app import BACKENDS, EncoderSettings, Faults, MockEncoder
 from fullhit.lab.mock_device import DeviceSettings, MockDevice
+from fullhit.lab.mock_losses import LossyTransport, filler
 from fullhit_publisher.args import add_cli_args, from_args
 from fullhit_publisher.cache import EmbeddingCache
+from fullhit_publisher.transports.base import Transport
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serving.add_argument("--port", type=int, default=0, help="port; 0 = any free one, printed as JSON (default)")
     serving.add_argument("--encoder-transfer-backend", choices=BACKENDS, default="auto", help="auto = as /encode says")
     serving.add_argument("--encoder-register-urls", metavar="URL", nargs="+", default=[], help="announce myself there")
+    serving.add_argument(
+        "--advertise-url", metavar="URL", default="", help="what I call myself, if a proxy stands before me"
+    )
     device = parser.add_argument_group("mock device")
     device.add_argument("--device", choices=("cuda", "cpu", "xpu"), default="cuda", help="default %(default)s")
     device.add_argument("--vit-ms", type=float, default=25.0, help="time per image on a GPU (default %(default)s)")
@@ -59,7 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         # A mock without a cache shows nothing; a real encoder's default is none.
         parser.set_defaults(multimodal_embedding_cache_capacity_gb=DEFAULT_CACHE_GB)
     parser.add_argument("--pool", default="default", help="pool the events belong to (default %(default)s)")
+    parser.add_argument(
+        "--heartbeat-interval", type=float, default=1.0, metavar="SECONDS", help="of the events (default %(default)s)"
+    )
     faults = parser.add_argument_group("faults, for tests")
+    faults.add_argument(
+        "--drop-deltas", type=float, default=0.0, metavar="RATE", help="share of deltas that are lost on the way"
+    )
     faults.add_argument(
         "--fail-rate", type=float, default=None, help="share of /encode to fail (1 if --status is given)"
     )
@@ -106,6 +119,8 @@ def _check(args: argparse.Namespace) -> None:
         "cpu_slower": (0, 1000),
         "embedding_kb": (1, 1_048_576),
         "fail_rate": (0, 1),
+        "drop_deltas": (0, 1),
+        "heartbeat_interval": (0.01, 3600),
         "status": (200, 599),
         "crash_after": (0, 2**63),
         "slow_health": (0, 86400),
@@ -128,10 +143,19 @@ async def _serve(args: argparse.Namespace) -> None:
     vit_ms = args.vit_ms * (args.cpu_slower if args.device == "cpu" else 1.0)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(listener.close)
-        cache, publisher = from_args(args, url=url, device=args.device, pool=args.pool)
+        name = args.advertise_url or url
+        cache, publisher = from_args(
+            args,
+            url=name,
+            device=args.device,
+            pool=args.pool,
+            heartbeat_interval=args.heartbeat_interval,
+            wrap=_losses(args) if args.drop_deltas else None,
+        )
         cache = EmbeddingCache[bytes](0) if cache is None else cache
         device = MockDevice(cache, DeviceSettings(vit_ms / 1000, args.embedding_kb))
         encoder = MockEncoder(device, _settings(args))
+        encoder.app.add_routes([filler(cache)])
         if publisher is not None:
             encoder.on_inflight = lambda inflight: publisher.set_stats(inflight=inflight)
             await stack.enter_async_context(publisher)
@@ -141,13 +165,13 @@ async def _serve(args: argparse.Namespace) -> None:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listener).start()
-        announcers = [asyncio.create_task(_announce(registry, url)) for registry in args.encoder_register_urls]
+        announcers = [asyncio.create_task(_announce(registry, name)) for registry in args.encoder_register_urls]
         print(json.dumps({"mock_encoder": True, "url": url, "device": args.device, "pid": os.getpid()}), flush=True)
         log.info("mock encoder on %s, device %s, %g ms per image", url, args.device, vit_ms)
         await stop.wait()
         for task in announcers:
             task.cancel()
-        await asyncio.gather(*(_withdraw(registry, url) for registry in args.encoder_register_urls))
+        await asyncio.gather(*(_withdraw(registry, name) for registry in args.encoder_register_urls))
     log.info("mock encoder stopped: %s", json.dumps(encoder.stats()))
 
 
@@ -169,6 +193,10 @@ def _settings(args: argparse.Namespace) -> EncoderSettings:
         seed=args.seed,
         faults=faults,
     )
+
+
+def _losses(args: argparse.Namespace) -> Callable[[Transport], Transport]:
+    return lambda inner: LossyTransport(inner, args.drop_deltas, random.Random(args.seed))
 
 
 async def _announce(registry: str, url: str) -> None:

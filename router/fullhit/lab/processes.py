@@ -232,9 +232,12 @@ def nats_server_binary() -> str:
     return found
 
 
-async def start_nats(processes: Supervisor, *, port: int | None = None) -> tuple[Child, str]:
-    """A core NATS server on loopback, ready; gives the child and its ``nats://`` URL. ``port`` None = any free one."""
-    arguments = [nats_server_binary(), "-a", "127.0.0.1", "-p", str(port or -1)]
+async def start_nats(
+    processes: Supervisor, *, port: int | None = None, options: Sequence[str] = ()
+) -> tuple[Child, str]:
+    """A core NATS server on loopback, ready; gives the child and its ``nats://`` URL. ``port`` None = any free one;
+    ``options`` are the server's own."""
+    arguments = [nats_server_binary(), "-a", "127.0.0.1", "-p", str(port or -1), *options]
     ports_dir = Path(tempfile.mkdtemp(prefix="nats-", dir=processes.directory))
     child = processes.run("nats", [*arguments, "--ports_file_dir", str(ports_dir)])
 
