@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .stand import NotInTime, Stand, Vitals, eventually
 from .traffic import Failure, Traffic
@@ -33,6 +34,9 @@ ENCODER_OPTIONS = (
 )  # fmt: skip
 
 
+Link = Literal["router-broker", "encoder-broker", "router-encoder"]
+
+
 class CaseFailed(Exception):
     """Something was not as it must be."""
 
@@ -42,7 +46,7 @@ class Run:
     """One case at work. The figures go into the table."""
 
     stand: Stand
-    pictures: Sequence[str]
+    pictures: Sequence[bytes]
     limit: float
     seconds: float = 0.0
     during: int = 0
@@ -56,17 +60,27 @@ class Run:
     _before: Vitals | None = None
     _healed_at: float = 0.0
 
-    async def begin(self, encoders: int = 2, *options: str, most: int = 3) -> None:
+    async def begin(
+        self, encoders: int = 2, *options: str, most: int = 3, bad: Sequence[Link] = (), receive_buffer: int = 0
+    ) -> None:
         """Everything up and trusted, traffic running, caches warm. ``options`` are more for each encoder; ``most``:
-        pictures in a request."""
+        pictures in a request; ``bad``: links of the first encoder, or of the router, that lead through a proxy."""
+        stand = self.stand
         for _ in range(encoders):
-            self.stand.encoder(*ENCODER_OPTIONS, *options)
-        await self.stand.start()
-        files = self.stand.router.vitals().files
-        self.traffic = await Traffic(self.stand.router.base, self.pictures, most=most).__aenter__()
+            stand.encoder(*ENCODER_OPTIONS, *options)
+        first = stand.encoders[0]
+        if "router-broker" in bad:
+            stand.router.broker = await stand.proxy(stand.plane.port, receive_buffer=receive_buffer)
+        if "encoder-broker" in bad:
+            first.broker = await stand.proxy(stand.plane.port)
+        if "router-encoder" in bad:
+            first.front = await stand.proxy(first.port)
+        await stand.start()
+        files = stand.router.vitals().files
+        self.traffic = await Traffic(stand.router.base, self.pictures, EMBEDDING_KB, most=most).__aenter__()
         self.traffic.go()
         await self.traffic.more(WARM_UP)
-        self._before = Vitals(files, self.stand.router.vitals().rss)
+        self._before = Vitals(files, stand.router.vitals().rss)
         self.expect(not self.traffic.failures, f"failed before any fault: {self.traffic.failures[:1]}")
 
     @property
@@ -80,7 +94,7 @@ class Run:
         before = self.load.done
         yield
         self._healed_at = time.monotonic()
-        self.during = self.load.done - before
+        self.during = self.load.begun - before
 
     def excuse(self, excused: Callable[[Failure], bool]) -> None:
         """Failures of this kind could not be avoided, by the protocol."""
@@ -96,12 +110,17 @@ class Run:
         except NotInTime as late:
             raise CaseFailed(str(late)) from None
 
+    async def converge(self) -> None:
+        """Let the traffic rest until the index is right. `finish` does so where the case has not. Raises CaseFailed."""
+        await self.load.rest()
+        await self._settle("agree with the caches", self.stand.agrees, self._healed_at + self.limit)
+        self.converged = time.monotonic() - self._healed_at
+
     async def finish(self) -> None:
         """All that every case has to show at its end. Raises CaseFailed."""
         traffic, stand = self.load, self.stand
-        await traffic.rest()
-        await self._settle("agree with the caches", stand.agrees, self._healed_at + self.limit)
-        self.converged = time.monotonic() - self._healed_at
+        if self.converged is None:
+            await self.converge()
         traffic.go()
         await traffic.more(AFTERWARDS)
         await traffic.rest()

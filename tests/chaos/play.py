@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fullhit.lab.processes import ChildFailed
 
-from . import processes
+from . import claims, losses, network, processes
 from .case import CASES, PICTURES, Case, CaseFailed, Run
 from .planes import PLANES
 from .stand import NotInTime, Stand
@@ -18,7 +18,7 @@ from .traffic import draw
 
 __all__ = ["MODULES", "Row", "play", "print_table", "selected"]
 
-MODULES = (processes,)  # in the order in which their cases run
+MODULES = (processes, network, losses, claims)  # in the order in which their cases run
 
 
 class Row(NamedTuple):
@@ -85,7 +85,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 @cache
-def _pictures() -> list[str]:
+def _pictures() -> list[bytes]:
     return draw(PICTURES)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from .case import Run, case
+from .case import ENCODER_OPTIONS, Run, case
 
 
 @case("encoder killed, restarted empty")
@@ -31,6 +31,7 @@ async def encoder_paused(run: Run) -> None:
         victim.pause()
         await run.until(doubted, "the silent encoder in doubt")
         victim.resume()
+    await run.converge()
     run.expect(await victim.held(), "a process that was stopped has its cache still")
 
 
@@ -40,7 +41,7 @@ async def router_killed(run: Run) -> None:
     router = run.stand.router
     router.options += ["--state-file", str(run.stand.processes.directory / "workers.json")]
     await run.begin(2)
-    silent = run.stand.encoder("--vit-ms", "2", publishes=False)
+    silent = run.stand.encoder(*ENCODER_OPTIONS, publishes=False)
     await silent.start()
     await run.until(run.stand.all_ready, "the registered encoder ready")
     written = run.stand.processes.directory / "workers.json"
@@ -56,6 +57,7 @@ async def router_killed(run: Run) -> None:
         await router.start()
     back = time.monotonic()
     run.excuse(lambda failure: failure.began < back and failure.ended > gone)
+    await run.converge()
     await run.until(run.stand.all_ready, "all three encoders ready again")
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fullhit.lab.embedding import mock_embedding
 from fullhit.lab.images import PictureSize, data_uri, draw_jpeg
 from fullhit.lab.language_server import LanguageServerSettings, MockLanguageServer, RequestFailed
 
@@ -30,26 +31,30 @@ class Failure(NamedTuple):
     text: str
 
 
-def draw(count: int) -> list[str]:
-    """Data URIs of so many small pictures, all different."""
-    return [data_uri(draw_jpeg(number, PictureSize(64, 48))) for number in range(count)]
+def draw(count: int) -> list[bytes]:
+    """So many small pictures, all different."""
+    return [draw_jpeg(number, PictureSize(64, 48)) for number in range(count)]
 
 
 class Traffic:
     """``async with Traffic(base, pictures) as traffic``: runs in the background from ``go`` to ``rest``.
 
     Each request has 1 to ``most`` pictures, drawn at random with a bias to the first ones, over path-prefixed aliases,
-    so that each picture is a part of its own.
+    so that each picture is a part of its own. What comes back must be the embeddings of these pictures, in this order,
+    of ``embedding_kb`` each.
     """
 
-    def __init__(self, base: str, pictures: Sequence[str], *, most: int = 3, seed: int = 1) -> None:
+    def __init__(
+        self, base: str, pictures: Sequence[bytes], embedding_kb: int, *, most: int = 3, seed: int = 1
+    ) -> None:
         urls = tuple(f"{base}/v{index}" for index in range(ALIASES))
         settings = LanguageServerSettings(urls, receive_timeout=PATIENCE, http_timeout=PATIENCE)
         self.server = MockLanguageServer(settings, seed=seed)
-        self.done = 0
+        self.begun = self.done = 0
         self.failures: list[Failure] = []
         self.reasons: Counter[str] = Counter()
-        self._pictures = pictures
+        self._pictures = [data_uri(picture) for picture in pictures]
+        self._embeddings = [mock_embedding(picture, embedding_kb) for picture in pictures]
         self._most = most
         self._rng = random.Random(seed)
         self._running: list[asyncio.Task[None]] = []
@@ -86,10 +91,14 @@ class Traffic:
         while not self._resting:
             count = self._rng.randint(1, self._most)
             # The least of two draws: some pictures are seen often, others return when they have been evicted.
-            chosen = {min(self._rng.randrange(len(self._pictures)) for _ in range(2)) for _ in range(count)}
+            chosen = list({min(self._rng.randrange(len(self._pictures)) for _ in range(2)) for _ in range(count)})
             began = time.monotonic()
+            self.begun += 1
             try:
-                self.reasons.update((await self.server.encode([self._pictures[n] for n in chosen])).reasons)
+                result = await self.server.encode([self._pictures[n] for n in chosen])
+                self.reasons.update(result.reasons)
+                if result.embedding != b"".join(self._embeddings[n] for n in chosen):
+                    self.failures.append(Failure(began, time.monotonic(), len(chosen), "wrong embeddings"))
             except RequestFailed as failure:
                 self.failures.append(Failure(began, time.monotonic(), len(chosen), str(failure)))
             self.done += 1
