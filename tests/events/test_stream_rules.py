@@ -446,6 +446,33 @@ def test_a_publisher_without_heartbeats_is_not_called_silent(desk):
     assert desk.state() == "live"
 
 
+def test_a_worker_that_falls_silent_between_its_snapshot_and_its_first_heartbeat_is_not_believed_for_ever(desk):
+    """Discovery ate the first heartbeat, the snapshot came, and then its way to the broker was cut."""
+    desk.ingest.plane_up()
+    desk.add()
+    [request] = desk.wait(0.2)
+    desk.receive(*desk.parts(request, [A], 1))
+    assert desk.full_hit(A)
+    desk.wait(5.1)
+    assert desk.state() == "doubtful"
+    assert not desk.full_hit(A)
+    desk.wait(30)
+    assert desk.held(ALL) == set()
+
+
+def test_a_worker_whose_first_heartbeat_is_minutes_away_is_asked_less_and_less_often(desk):
+    desk.ingest.plane_up()
+    desk.add()
+    asked = 0
+    for _ in range(900):
+        for request in desk.wait(1):
+            asked += 1
+            desk.receive(*desk.parts(request, [A], 1))
+            assert desk.full_hit(A)
+    assert 4 < asked < 10
+    assert desk.held(ALL) == {A}
+
+
 def test_the_next_delta_in_order_disproves_silence(desk):
     desk.ingest.plane_up()
     desk.go_live(A)

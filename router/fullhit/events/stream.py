@@ -13,6 +13,7 @@ Theory of operation
     the doubt is gone and with it the wish.
 3.  A loss that no later delta reveals is revealed by the next heartbeat: it names the last delta, and the number and
     digest of the keys a reader must have by then. Equal digest at equal position removes every doubt but a hole.
+    Silence is a doubt; it counts from the first heartbeat, or from the snapshot that came before it.
 4.  A snapshot is true as of some delta S. It is gathered beside the present entries and takes their place in one
     step; then kept deltas after S are applied. From the moment a request leaves, every delta is kept even if it is
     applied too: a snapshot overtakes deltas on its own path, and its S may lie before what the old entries contain.
@@ -335,7 +336,7 @@ class WorkerStream:
         if self._plane_down_since is not None:
             if now - self._plane_down_since >= self._settings.plane_grace and self.state is State.LIVE:
                 self._step(Input.LOSS, "plane")
-        elif self._interval is not None:
+        elif self._beats:
             silent = now - self._last_heard
             if silent >= self._gone_after() and self._who.epoch is not None:
                 self._note("warning", "worker_silent", seconds=round(silent, 1))
@@ -390,7 +391,7 @@ class WorkerStream:
         if self._plane_down_since is not None:
             if self.state is State.LIVE:
                 times.append(self._plane_down_since + self._settings.plane_grace)
-        elif self._interval is not None:
+        elif self._beats:
             times.append(self._last_heard + (self._silence() if self.state is State.LIVE else self._gone_after()))
         if not self.answers:
             if self.state is State.LIVE:
@@ -485,11 +486,22 @@ class WorkerStream:
     def _overdue(self, now: float) -> bool:
         return now - self._last_heard > self._settings.takeover_beats * (self._interval or _DEFAULT_INTERVAL)
 
+    @property
+    def _beats(self) -> bool:
+        """Heartbeats are to be expected: one was heard, or a snapshot, for who answers those sends heartbeats too."""
+        return self._interval is not None or self._fruitless > 0
+
     def _silence(self) -> float:
-        return max(self._settings.silence_grace, self._settings.silence_beats * (self._interval or 0.0))
+        settings = self._settings
+        if self._interval is not None:
+            return max(settings.silence_grace, settings.silence_beats * self._interval)
+        # It owes its first heartbeat, and we do not know when. Each snapshot that it answers meanwhile wins it time.
+        grace = settings.silence_grace * 2.0 ** min(max(self._fruitless - 1, 0), 16)
+        return min(grace, max(settings.silence_grace, settings.silence_beats * _LONGEST_INTERVAL))
 
     def _gone_after(self) -> float:
-        return max(self._settings.gone_after, self._silence())
+        silence = self._silence()
+        return max(self._settings.gone_after, silence if self._interval is not None else 2 * silence)
 
     def _verify_wait(self) -> float:
         return self._settings.verify_beats * (self._interval or _DEFAULT_INTERVAL) + self._jitter()
