@@ -74,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drop-deltas", type=float, default=0.0, metavar="RATE", help="share of deltas that are lost on the way"
     )
     faults.add_argument(
+        "--hide-losses",
+        action="store_true",
+        help="no reader can notice: deltas numbered anew, no heartbeats, no snapshots",
+    )
+    faults.add_argument(
         "--fail-rate", type=float, default=None, help="share of /encode to fail (1 if --status is given)"
     )
     faults.add_argument("--status", type=int, default=None, help="HTTP status of those (default 500)")
@@ -196,7 +201,7 @@ def _settings(args: argparse.Namespace) -> EncoderSettings:
 
 
 def _losses(args: argparse.Namespace) -> Callable[[Transport], Transport]:
-    return lambda inner: LossyTransport(inner, args.drop_deltas, random.Random(args.seed))
+    return lambda inner: LossyTransport(inner, args.drop_deltas, random.Random(args.seed), hidden=args.hide_losses)
 
 
 async def _announce(registry: str, url: str) -> None:

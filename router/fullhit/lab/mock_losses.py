@@ -1,7 +1,9 @@
 """Mock encoder, the ways in which its word can be lost: deltas that never arrive, and more keys than one message takes.
 
 The lossy transport stands between the publisher and the real one, so a delta that it drops is one that the publisher
-believes to have sent: what a network does, and what no publisher can know.
+believes to have sent: what a network does, and what no publisher can know. ``hidden`` takes away what lets a reader
+notice: deltas are numbered anew, so that no gap shows, and heartbeats and snapshots do not pass. That is how a stream
+without anti-entropy would be; benches compare with it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from aiohttp import web
 
 from fullhit_publisher.cache import EmbeddingCache
 from fullhit_publisher.transports.base import Connection, RequestHandler, Transport
-from fullhit_publisher.wire import Delta, WireError, decode_envelope, decode_message
+from fullhit_publisher.wire import Delta, WireError, decode_envelope, decode_message, encode
 
 __all__ = ["LossyTransport", "filler"]
 
@@ -23,13 +25,15 @@ MAX_FILL = 1_000_000
 
 
 class LossyTransport:
-    """``inner``, but each delta is dropped with the probability ``rate``. Heartbeats and snapshots pass."""
+    """``inner``, but each delta is dropped with the probability ``rate``. Heartbeats and snapshots pass, unless losses
+    are ``hidden``."""
 
-    def __init__(self, inner: Transport, rate: float, rng: random.Random) -> None:
+    def __init__(self, inner: Transport, rate: float, rng: random.Random, *, hidden: bool = False) -> None:
         self.dropped = 0
         self._inner = inner
         self._rate = rate
         self._rng = rng
+        self._hidden = hidden
 
     @property
     def name(self) -> str:
@@ -38,16 +42,26 @@ class LossyTransport:
     async def connect(self, request_subject: str, on_request: RequestHandler, timeout: float) -> Connection:
         return _LossyConnection(self, await self._inner.connect(request_subject, on_request, timeout))
 
-    def drops(self, data: bytes) -> bool:
-        """Whether this message is to be dropped; counts it then."""
+    def passes(self, data: bytes) -> bytes | None:
+        """What of a message reaches the other side: all, nothing, or the message with another number."""
         try:
-            is_delta = isinstance(decode_message(decode_envelope(data)), Delta)
+            envelope = decode_envelope(data)
+            message = decode_message(envelope)
         except WireError:
-            is_delta = False  # not ours to judge
-        if not is_delta or self._rng.random() >= self._rate:
-            return False
-        self.dropped += 1
-        return True
+            return data  # not ours to judge
+        if not isinstance(message, Delta):
+            return None if self._hidden else data
+        if self._rng.random() < self._rate:
+            self.dropped += 1
+            return None
+        if not self._hidden or message.seq is None:
+            return data
+        return encode(
+            msgspec.structs.replace(message, seq=message.seq - self.dropped),
+            publisher_id=envelope.publisher_id,
+            sequence=envelope.sequence,
+            published_at=envelope.published_at,
+        )
 
 
 class _LossyConnection:
@@ -64,8 +78,9 @@ class _LossyConnection:
         return self._inner.lost
 
     async def publish(self, subject: str, data: bytes) -> None:
-        if not self._owner.drops(data):
-            await self._inner.publish(subject, data)
+        passed = self._owner.passes(data)
+        if passed is not None:
+            await self._inner.publish(subject, passed)
 
     async def confirm(self, timeout: float) -> None:
         await self._inner.confirm(timeout)

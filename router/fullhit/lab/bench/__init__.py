@@ -24,6 +24,7 @@ __all__ = ["PARTS", "Row", "Skip", "add_arguments", "run"]
 PARTS: Final = {
     "core": "core_rows",
     "events": "event_rows",
+    "belief": "belief_rows",
     "media": "media_rows",
     "proxy": "proxy_rows",
     "rpc": "rpc_rows",
