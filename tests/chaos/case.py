@@ -27,7 +27,7 @@ EMBEDDING_KB = 4
 WARM_UP, AFTERWARDS = 60, 25
 # Files: connections to encoders that are kept for a moment, and the listener's own. Memory: allocators keep what a
 # burst took, and code that runs for the first time is loaded.
-SPARE_FILES, SPARE_MB = 6, 24.0
+SPARE_FILES, SPARE_MB = 6, 16.0
 ENCODER_OPTIONS = (
     "--vit-ms", "2", "--embedding-kb", str(EMBEDDING_KB),
     "--multimodal-embedding-cache-capacity-gb", f"{CACHE_KEYS * EMBEDDING_KB * 1024 / 1024**3:.9f}",

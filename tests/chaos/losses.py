@@ -107,3 +107,14 @@ async def deltas_lost(run: Run) -> None:
     differing = await run.stand.router.metric("fullhit_digest_mismatch_total")
     run.expect(gaps + differing > 0, "nothing was lost, or nobody noticed")
     run.note = f"{gaps:.0f} gaps, {differing:.0f} digests that differed"
+
+
+@case("every delta lost")
+async def all_deltas_lost(run: Run) -> None:
+    """Heartbeats are all that arrives, and what they make the router ask for."""
+    await run.begin(2, "--drop-deltas", "1")
+    async with run.fault():
+        await run.load.more(200)
+    taken = await run.stand.router.metric("fullhit_resyncs_total", outcome="completed")
+    run.expect(taken > 2, "no snapshots were taken")
+    run.note = f"{taken:.0f} snapshots"
