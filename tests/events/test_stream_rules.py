@@ -376,6 +376,35 @@ def test_a_plane_lost_in_the_middle_of_a_snapshot_ends_it_and_its_return_begins_
     assert desk.state() == "live"
 
 
+# A network that goes on losing.
+
+
+def test_gap_after_gap_costs_a_small_cache_one_snapshot_each_and_no_more_doubt_than_that(desk):
+    desk.ingest.plane_up()
+    desk.go_live(A)
+    for seq in range(3, 43, 2):
+        desk.hear(desk.delta(seq, [B]))
+        assert desk.state() == "doubtful"
+        [request] = desk.wait(0.2)
+        desk.receive(*desk.parts(request, [A, B], seq))
+        assert desk.full_hit(A, B)
+
+
+def test_gap_after_gap_of_a_large_cache_is_paced_by_its_size(make_desk):
+    desk = make_desk(gap_keys_per_second=10.0)
+    many = [f"{number:032x}" for number in range(80)]
+    desk.ingest.plane_up()
+    desk.go_live(*many)
+    desk.hear(desk.delta(3, [A]))
+    [request] = desk.wait(0.2)
+    desk.receive(*desk.parts(request, [*many, A], 3))
+    desk.hear(desk.delta(5, [B]))
+    assert desk.wait(7.5) == [], "80 keys at 10 keys a second"
+    [request] = desk.wait(1.0)
+    desk.receive(*desk.parts(request, [*many, A, B], 5))
+    assert desk.full_hit(A, B)
+
+
 # Silence.
 
 

@@ -41,6 +41,11 @@ class StreamSettings:
     backoff_max: float = 30.0
     """Wait before try n: half to all of ``base * 2**(n-1)``, at most ``backoff_max``. Also between two
     snapshots that both ended in a digest which differs, so that no disagreement becomes a loop."""
+    gap_pause: float = 0.1
+    gap_keys_per_second: float = 100_000.0
+    """A network that loses messages all the time: least pause between two snapshots of a worker for that, and what they
+    may cost. A cache of a million keys is asked every 10 s then, a small one at once. Too low: the worker stays
+    doubtful, and its full hits are not used. Too high: 34 bytes a key on a network that is in trouble already."""
 
     max_buffered_deltas: int = 10_000
     max_buffered_keys: int = 500_000

@@ -20,7 +20,8 @@ Theory of operation
     Deltas handled before the request left are all contained in the answer.
 5.  There is at most one wish for a snapshot, whatever the number of causes. Tries are spaced by a backoff that a
     finished snapshot does not reset, only a heartbeat which agrees: a publisher whose digest never agrees costs one
-    snapshot per ``backoff_max``, not a loop.
+    snapshot per ``backoff_max``, not a loop. After a loss on the way the next snapshot may come sooner: the pause is
+    by the size of the last one, so that a network which goes on losing costs so many keys a second and no more.
 6.  Entries of a past incarnation leave at once, before anything of the new one is taken (``incarnation.py``).
 7.  Publishers which answer no snapshot requests (Dynamo's) count from where we first heard them: what they add from
     then on is true, so the entries are a subset of the cache and safe to act on. After a hole they are doubtful
@@ -55,6 +56,8 @@ __all__ = ["Entries", "WorkerStream"]
 _DISPROVED_BY_NEXT = frozenset(("plane", "silence", "age"))
 # Doubts that may well be unfounded: worth waiting for a heartbeat before a million keys are asked for.
 _WORTH_A_HEARTBEAT = frozenset(("plane", "silence", "slow_consumer"))
+# Losses of the network's, which say nothing against the publisher: the next snapshot is as good as the last one was.
+_LOST = frozenset(("gap", "mark"))
 _DEFAULT_INTERVAL = 1.0
 _LONGEST_INTERVAL = 60.0
 """Seconds; a publisher that promises less often is taken at this, or its silence would never be noticed."""
@@ -99,6 +102,7 @@ class WorkerStream:
         self._resync: Resync | None = None
         self._fruitless = 0  # snapshots taken since a heartbeat last agreed
         self._not_before = 0.0  # no new wish is granted before
+        self._gap_not_before = 0.0  # nor one for messages that were lost, before this
         self._interval: float | None = None  # of heartbeats, once one was heard
         self._last_heard = 0.0
         self._verify_by = math.inf
@@ -591,6 +595,8 @@ class WorkerStream:
         self._not_before = self._now + (
             backoff(self._fruitless, self._settings, self._rng) if self._fruitless > 1 else 0
         )
+        cost = wish.keys / self._settings.gap_keys_per_second
+        self._gap_not_before = self._now + min(max(self._settings.gap_pause, cost), self._settings.backoff_max)
         self._end_resync("completed")
 
     def _abort_fill(self) -> None:
@@ -612,7 +618,7 @@ class WorkerStream:
         self.doubts.clear()
         self._verify_by = math.inf
         self._fruitless = 0
-        self._not_before = 0.0
+        self._not_before = self._gap_not_before = 0.0
         self._drop_kept()
 
     def _confine(self) -> None:
@@ -637,7 +643,7 @@ class WorkerStream:
             due = now
         else:
             due = now + self._jitter()
-        self._resync = Resync(cause, max(due, self._not_before))
+        self._resync = Resync(cause, max(due, self._gap_not_before if cause in _LOST else self._not_before))
 
     def _settle(self) -> None:
         """Take kept deltas that are in order now; then see whether anything is left to doubt."""

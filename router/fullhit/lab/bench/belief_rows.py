@@ -1,10 +1,11 @@
 """Belief against truth: how often a promised full hit is none, and how soon a restarted router knows what it knew.
 
-Lost deltas: the demo's chats over mock encoders whose caches hold less than the pictures that are in use, so that
-something is evicted all the time, and one delta in ten never arrives. A wrong full hit is a request which the router
-sent as a full hit and of which the encoder's reply (``x-fullhit-cache``) says otherwise; the router counts both. Beside
-it the same without heartbeats, where only a gap in the numbers shows a loss; with no means to notice at all, neither
-heartbeats nor gaps nor snapshots; and without any loss, where what is left are evictions on the way.
+Lost deltas: the demo's chats over mock encoders, each chat played twice; the caches hold little more than the pictures
+that are in use, so that something is evicted all the time and wanted again later. One delta in ten never arrives. A
+wrong full hit is a request which the router sent as a full hit and of which the encoder's reply (``x-fullhit-cache``)
+says otherwise; the router counts both. Beside it the same without heartbeats, where only a gap in the numbers shows a
+loss; with no means to notice at all, neither heartbeats nor gaps nor snapshots; and without any loss, where what is
+left are evictions on the way. Hits are what encoders had, of all requests: doubt costs some of those.
 
 Restart: requests of one picture, all of which some encoder holds; the router is killed and started again. Its hit rate
 counts what encoders had, not what it believed.
@@ -38,7 +39,9 @@ EMBEDDING_KB = 4
 ENCODERS = 4
 LOSS = "0.1"
 # Of the pictures that are in use at one moment, so much fits into all caches together.
-ROOM = 0.7
+ROOM = 1.3
+# How often each chat is played from its beginning: the second time, its first pictures have been evicted.
+OPENED = 2
 PAUSE = 0.2
 """Mean seconds between two turns of a chat, as in the demo."""
 STREAMS = 6
@@ -56,11 +59,18 @@ class Arm(NamedTuple):
 
 
 ARMS = (
-    Arm("wrong full hits, 10 % of deltas lost, heartbeats 1 s", ("--drop-deltas", LOSS), 1.0),
-    Arm("the same without heartbeats", ("--drop-deltas", LOSS, "--heartbeat-interval", "3600"), None),
-    Arm("the same, losses cannot be noticed at all", ("--drop-deltas", LOSS, "--hide-losses"), None),
-    Arm("nothing lost: evictions on the way", (), None),
+    Arm("10 % of deltas lost, heartbeats 1 s", ("--drop-deltas", LOSS), 1.0),
+    Arm("10 % lost, no heartbeats", ("--drop-deltas", LOSS, "--heartbeat-interval", "3600"), None),
+    Arm("10 % lost, and no way to notice", ("--drop-deltas", LOSS, "--hide-losses"), None),
+    Arm("nothing lost", (), None),
 )
+
+
+class Shares(NamedTuple):
+    """In percent: full hits that were none, of those promised; and hits, of all requests."""
+
+    wrong: float
+    hits: float
 
 
 def rows(args: argparse.Namespace) -> list[Row]:
@@ -74,22 +84,24 @@ def rows(args: argparse.Namespace) -> list[Row]:
         raise Skip(str(LabExtraMissing(missing.name or "Pillow"))) from None
     load = SlidingWindow(8, 6) if args.quick else SlidingWindow()
     rounds = 1 if args.quick else args.rounds
-    shares: dict[str, list[float]] = {arm.name: [] for arm in ARMS}
+    shares: dict[str, list[Shares]] = {arm.name: [] for arm in ARMS}
     warm: list[Restart] = []
     try:
         for turn in range(rounds):
             for arm in ARMS:
-                shares[arm.name].append(asyncio.run(_wrong_hits(arm, load, turn)))
+                shares[arm.name].append(asyncio.run(_lossy_chats(arm, load, turn)))
             warm.append(asyncio.run(_restart(turn)))
     except ChildFailed as problem:
         raise Skip(str(problem)) from problem
     out = []
     for arm in ARMS:
-        share = median(shares[arm.name])
+        wrong, name = median(share.wrong for share in shares[arm.name]), f"{arm.name}: wrong full hits"
         if arm.budget is None:
-            out.append(Row.info(arm.name, share, "%", COMMAND))
+            out.append(Row.info(name, wrong, "%", COMMAND))
         else:
-            out.append(Row.at_most(arm.name, share, "%", arm.budget, COMMAND))
+            out.append(Row.at_most(name, wrong, "%", arm.budget, COMMAND))
+        hits = median(share.hits for share in shares[arm.name])
+        out.append(Row.info(f"{arm.name}: hits of all requests", hits, "%", COMMAND))
     rate = median(restart.rate for restart in warm)
     name = f"router killed: to 99 % of the steady hit rate ({100 * rate:.0f} %)"
     out.append(Row.at_most(f"{name}, from its start", median(r.warm for r in warm), "s", 5.0, COMMAND))
@@ -154,8 +166,7 @@ class _Stand:
         return sum(float(value) for text, value in lines if re.search(labels, text))
 
 
-async def _wrong_hits(arm: Arm, load: SlidingWindow, seed: int) -> float:
-    """Percent of the full hits that the router promised and the encoder did not have."""
+async def _lossy_chats(arm: Arm, load: SlidingWindow, seed: int) -> Shares:
     from fullhit.lab.images import data_uri, draw_jpeg
     from fullhit.lab.language_server import LanguageServerSettings, MockLanguageServer, RequestFailed
 
@@ -168,7 +179,8 @@ async def _wrong_hits(arm: Arm, load: SlidingWindow, seed: int) -> float:
         async with MockLanguageServer(LanguageServerSettings(aliases), seed=seed) as server:
 
             async def chat(user: int) -> None:
-                for turn, pause in enumerate(load.pauses(user, PAUSE)):
+                for turn, pause in enumerate(OPENED * load.pauses(user, PAUSE)):
+                    turn %= load.turns
                     await asyncio.sleep(pause)
                     for number in load.pictures(user, turn):
                         if number not in pictures:
@@ -181,9 +193,11 @@ async def _wrong_hits(arm: Arm, load: SlidingWindow, seed: int) -> float:
             await asyncio.gather(*(chat(user) for user in range(load.users)))
         promised = await stand.metric("fullhit_cache_reports_total", 'predicted="full_hit"')
         kept = await stand.metric("fullhit_cache_reports_total", 'delivered="hit",predicted="full_hit"')
+        hits = await stand.metric("fullhit_cache_reports_total", 'delivered="hit"')
+        reports = await stand.metric("fullhit_cache_reports_total")
     if not promised:
         raise ChildFailed(f"{arm.name}: not one full hit was promised")
-    return 100 * (promised - kept) / promised
+    return Shares(100 * (promised - kept) / promised, 100 * hits / reports)
 
 
 class Restart(NamedTuple):
