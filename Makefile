@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: venv demo test lint fuzz bench proto sglang conformance clean help
+.PHONY: venv demo test lint fuzz chaos bench proto sglang conformance clean help
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -29,6 +29,9 @@ lint: $(STAMP)  ## ruff and mypy --strict
 
 fuzz: $(STAMP)  ## damaged input for every parser, 20,000 cases each (make test has 100)
 	$(BIN)/python -m pytest --hypothesis-profile=fuzz tests/fuzz $(ARGS)
+
+chaos: $(STAMP)  ## one fault after the other under traffic, over real processes; prints what each cost (about five minutes)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 bench: $(STAMP)  ## one table: figure, budget, ratio
 	$(BIN)/fullhit bench $(ARGS)

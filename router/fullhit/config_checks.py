@@ -162,7 +162,7 @@ def _check_events(events: EventsConfig) -> None:
             )
     positive(events, "events", ("plane_grace", "doubt_ttl", "max_message_bytes", "max_key_chars",
                                  "max_buffered_deltas", "max_buffered_keys", "max_backlog_bytes",
-                                 "max_snapshots"))  # fmt: skip
+                                 "max_snapshots", "gap_keys_per_second"))  # fmt: skip
 
 
 def _check_dynamo(dynamo: DynamoConfig, key: str, plane: str) -> None:

@@ -133,6 +133,7 @@ class EventsConfig(Table):
     max_buffered_keys: int = 500_000
     max_backlog_bytes: int = 256 * MIB
     max_snapshots: int = 8
+    gap_keys_per_second: int = 100_000
     discover: bool = True
 
 

@@ -90,6 +90,7 @@ def ingest_settings(config: Config) -> IngestSettings:
             doubt_ttl=events.doubt_ttl,
             max_buffered_deltas=events.max_buffered_deltas,
             max_buffered_keys=events.max_buffered_keys,
+            gap_keys_per_second=events.gap_keys_per_second,
             max_keys=most,
         ),
         limits=Limits(max_message_bytes=events.max_message_bytes, max_key_chars=events.max_key_chars),
