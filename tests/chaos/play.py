@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fullhit.lab.processes import ChildFailed
 
-from . import claims, losses, network, processes
+from . import claims, losses, network, processes, storm
 from .case import CASES, PICTURES, Case, CaseFailed, Run
 from .planes import PLANES
 from .stand import NotInTime, Stand
@@ -18,7 +18,7 @@ from .traffic import draw
 
 __all__ = ["MODULES", "Row", "play", "print_table", "selected"]
 
-MODULES = (processes, network, losses, claims)  # in the order in which their cases run
+MODULES = (processes, network, losses, claims, storm)  # in the order in which their cases run
 
 
 class Row(NamedTuple):
