@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from .case import Case
 from .planes import PLANES
 from .play import Row, play, print_table, selected
 
@@ -36,7 +37,7 @@ def main() -> int:
     began = time.monotonic()
     rows: list[Row] = []
     try:
-        asyncio.run(_all(arguments.plane or tuple(PLANES), arguments.only, rows))
+        asyncio.run(_all(arguments.plane or tuple(PLANES), cases, rows))
     except KeyboardInterrupt:
         return 130
     print_table(rows)
@@ -44,8 +45,8 @@ def main() -> int:
     return 0 if rows and all(row.ok for row in rows) else 1
 
 
-async def _all(planes: Sequence[str], only: Sequence[str], rows: list[Row]) -> None:
-    for chosen in selected(only):
+async def _all(planes: Sequence[str], cases: Sequence[Case], rows: list[Row]) -> None:
+    for chosen in cases:
         for plane in planes:
             if chosen.planes and plane not in chosen.planes:
                 continue

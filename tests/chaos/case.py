@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .stand import NotInTime, Stand, Vitals, eventually
+from .stand import Encoder, NotInTime, Stand, Vitals, eventually
 from .traffic import Failure, Traffic
 
 __all__ = ["CASES", "Case", "CaseFailed", "Run", "case"]
@@ -109,6 +109,18 @@ class Run:
             await eventually(condition, what, limit)
         except NotInTime as late:
             raise CaseFailed(str(late)) from None
+
+    async def until_doubted(self, encoder: Encoder) -> None:
+        async def doubted() -> bool:
+            return bool((await self.stand.router.worker(encoder))["doubtful"])
+
+        await self.until(doubted, "the encoder that is not heard in doubt")
+
+    async def until_plane_lost(self) -> None:
+        async def lost() -> bool:
+            return not await self.stand.router.plane_connected()
+
+        await self.until(lost, "the loss of the broker noticed")
 
     async def converge(self) -> None:
         """Let the traffic rest until the index is right. `finish` does so where the case has not. Raises CaseFailed."""

@@ -78,7 +78,7 @@ async def slow_consumer(run: Run) -> None:
     run.expect(await run.stand.router.metric("fullhit_events_rejected_total") > 0, "the rubbish was not even counted")
 
 
-@case("messages over max_payload", planes=("nats",))
+@case("messages over max_payload", limit=60.0, planes=("nats",))
 async def small_payload(run: Run) -> None:
     """The broker comes back with a limit far below what the encoder has to say by then."""
     plane = run.stand.plane
@@ -94,7 +94,6 @@ async def small_payload(run: Run) -> None:
         await large.fill(3000, seed=2)
         await run.load.more(20)
         await plane.start()
-    run.limit = 60.0
 
 
 @case("1 delta in 10 lost")

@@ -6,19 +6,10 @@ import asyncio
 
 from .case import Run, case
 from .proxy import Proxy
-from .stand import Encoder
 from .traffic import Failure
 
 # A cut link between router and encoder, and the encoder lives: what it was encoding still reaches the language server.
 SECOND_COPY = "requests of several pictures that the encoder had when it was cut off: a second copy would fail them"
-
-
-async def _doubted(run: Run, encoder: Encoder) -> bool:
-    return bool((await run.stand.router.worker(encoder))["doubtful"])
-
-
-async def _plane_lost(run: Run) -> bool:
-    return not await run.stand.router.plane_connected()
 
 
 def _proxy(proxy: Proxy | None) -> Proxy:
@@ -33,7 +24,7 @@ async def encoder_broker_cut(run: Run) -> None:
     link = _proxy(lonely.broker)
     async with run.fault():
         await link.cut()
-        await run.until(lambda: _doubted(run, lonely), "the encoder that is not heard in doubt")
+        await run.until_doubted(lonely)
         await run.load.more(20)
         await link.mend()
 
@@ -45,7 +36,7 @@ async def encoder_broker_frozen(run: Run) -> None:
     link = _proxy(lonely.broker)
     async with run.fault():
         link.freeze()
-        await run.until(lambda: _doubted(run, lonely), "the encoder that is not heard in doubt")
+        await run.until_doubted(lonely)
         await run.load.more(20)
         link.thaw()
 
@@ -67,7 +58,7 @@ async def router_broker_cut(run: Run) -> None:
     link = _proxy(run.stand.router.broker)
     async with run.fault():
         await link.cut()
-        await run.until(lambda: _plane_lost(run), "the loss of the broker noticed")
+        await run.until_plane_lost()
         await run.load.more(40)
         await link.mend()
 
@@ -78,7 +69,7 @@ async def router_broker_frozen(run: Run) -> None:
     link = _proxy(run.stand.router.broker)
     async with run.fault():
         link.freeze()
-        await run.until(lambda: _plane_lost(run), "the silence of the broker noticed")
+        await run.until_plane_lost()
         await run.load.more(20)
         link.thaw()
 

@@ -23,13 +23,9 @@ async def encoder_paused(run: Run) -> None:
     """Long enough for the router to doubt it; then it goes on with the cache it had."""
     await run.begin(3)
     victim = run.stand.encoders[0]
-
-    async def doubted() -> bool:
-        return bool((await run.stand.router.worker(victim))["doubtful"])
-
     async with run.fault():
         victim.pause()
-        await run.until(doubted, "the silent encoder in doubt")
+        await run.until_doubted(victim)
         victim.resume()
     await run.converge()
     run.expect(await victim.held(), "a process that was stopped has its cache still")
@@ -73,13 +69,9 @@ async def router_paused(run: Run) -> None:
 @case("broker killed, restarted")
 async def broker_killed(run: Run) -> None:
     await run.begin(2)
-
-    async def noticed() -> bool:
-        return not await run.stand.router.plane_connected()
-
     async with run.fault():
         run.stand.plane.kill()
-        await run.until(noticed, "the loss of the broker noticed")
+        await run.until_plane_lost()
         await run.load.more(40)
         await run.stand.plane.start()
 
@@ -87,12 +79,8 @@ async def broker_killed(run: Run) -> None:
 @case("broker stopped, goes on")
 async def broker_paused(run: Run) -> None:
     await run.begin(2)
-
-    async def noticed() -> bool:
-        return not await run.stand.router.plane_connected()
-
     async with run.fault():
         run.stand.plane.pause()
-        await run.until(noticed, "the silence of the broker noticed")
+        await run.until_plane_lost()
         await run.load.more(20)
         run.stand.plane.resume()

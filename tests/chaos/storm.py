@@ -34,15 +34,12 @@ async def storm(run: Run) -> None:
     async def at_once(action: Callable[[], None]) -> None:
         action()
 
-    async def killed() -> None:
-        stand.encoders[2].kill()
-
     async with run.fault(), asyncio.TaskGroup() as group:
         for harm, heal in (
             (router_link.cut, router_link.mend),
             (lambda: at_once(encoder_link.freeze), lambda: at_once(encoder_link.thaw)),
             (lambda: at_once(stand.plane.kill), stand.plane.start),
             (lambda: at_once(stand.encoders[1].pause), lambda: at_once(stand.encoders[1].resume)),
-            (killed, stand.encoders[2].start),
+            (lambda: at_once(stand.encoders[2].kill), stand.encoders[2].start),
         ):
             group.create_task(now_and_then(harm, heal))
